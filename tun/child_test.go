@@ -1,0 +1,3 @@
+package tun
+
+func runAsChild() bool { return false }
