@@ -1,0 +1,300 @@
+package loop
+
+import (
+	"container/heap"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// An eventLoop is one thread's queues. All fields but those below mu and the atomics belong to the thread.
+type eventLoop struct {
+	g       *Group
+	poll    *poller // nil: a Manual that watches nothing
+	scratch []byte
+
+	tasks   atomic.Int32
+	watches atomic.Int32
+
+	mu     sync.Mutex // guards below
+	inbox  []message
+	asleep bool // in epoll_wait with a timeout: a message has to interrupt it
+	state  loopState
+	timers timerHeap
+
+	spare    []message // the other inbox buffer
+	posts    []func()  // taken from the inbox, not yet run; a queue from postsAt
+	postsAt  int
+	woken    queue
+	busy     queue
+	roots    map[*Ref]struct{}
+	leftover []string
+}
+
+type loopState uint8
+
+const (
+	running  loopState = iota
+	draining           // ends with its last task
+	ended              // takes nothing more
+)
+
+// A message is a wake of ref, or, with f, a posted function.
+type message struct {
+	ref *Ref
+	f   func()
+}
+
+func newEventLoop(g *Group) *eventLoop {
+	return &eventLoop{g: g, roots: make(map[*Ref]struct{})}
+}
+
+// needPoller gives a loop that is driven by hand its epoll, once a task watches a descriptor.
+func (l *eventLoop) needPoller() error {
+	if l.poll != nil {
+		return nil
+	}
+	p, err := newPoller()
+	if err != nil {
+		return fmt.Errorf("loop: %w", err)
+	}
+	l.poll = p
+	return nil
+}
+
+// send puts a message into the inbox; false if the loop has ended.
+func (l *eventLoop) send(m message) bool {
+	l.mu.Lock()
+	if l.state == ended {
+		l.mu.Unlock()
+		return false
+	}
+	l.inbox = append(l.inbox, m)
+	interrupt := l.asleep
+	l.asleep = false // one interruption is enough
+	l.mu.Unlock()
+	if interrupt {
+		l.poll.interrupt()
+	}
+	return true
+}
+
+func (l *eventLoop) post(f func()) bool { return l.send(message{f: f}) }
+
+// run is the thread.
+func (l *eventLoop) run() {
+	for {
+		l.takeInbox()
+		l.runTimers()
+		l.runPosts(maxPosts)
+		for n := l.woken.n; n > 0 && l.woken.n > 0; n-- {
+			l.turn(l.woken.pop())
+		}
+		if l.busy.n > 0 {
+			l.turn(l.busy.pop())
+		}
+		if l.finished() {
+			return
+		}
+		l.wait()
+	}
+}
+
+// takeInbox sorts what others sent into the queues of the thread.
+func (l *eventLoop) takeInbox() {
+	l.mu.Lock()
+	in := l.inbox
+	l.inbox = l.spare[:0]
+	l.mu.Unlock()
+	for i, m := range in {
+		if m.f != nil {
+			l.posts = append(l.posts, m.f)
+		} else {
+			m.ref.enqueue()
+		}
+		in[i] = message{}
+	}
+	l.spare = in[:0]
+}
+
+// runPosts runs at most n posted functions.
+func (l *eventLoop) runPosts(n int) {
+	for ; n > 0 && l.postsAt < len(l.posts); n-- {
+		f := l.posts[l.postsAt]
+		l.posts[l.postsAt] = nil
+		l.postsAt++
+		f()
+	}
+	if l.postsAt == len(l.posts) {
+		l.posts, l.postsAt = l.posts[:0], 0
+	}
+}
+
+func (l *eventLoop) start(r *Ref, start func(*Ref) Task) {
+	l.roots[r] = struct{}{}
+	r.task = start(r)
+	if r.task == nil {
+		r.Remove()
+		return
+	}
+	r.wakeLocal()
+}
+
+// turn gives a task that was taken from a queue its turn.
+func (l *eventLoop) turn(r *Ref) {
+	r.wakePending.Store(false) // from here on a wake means another turn
+	if r.task.Turn(l.g.cfg.Slice) && !r.removed && r.in == nil {
+		l.busy.push(r)
+	}
+}
+
+// wait looks at epoll: without waiting if there is something to do.
+func (l *eventLoop) wait() {
+	if l.poll.poll(0, l) || l.woken.n > 0 || l.busy.n > 0 || l.postsAt < len(l.posts) {
+		return
+	}
+	l.mu.Lock()
+	if len(l.inbox) > 0 || l.state == draining && len(l.roots) == 0 {
+		l.mu.Unlock()
+		return
+	}
+	d := time.Duration(-1)
+	if len(l.timers) > 0 {
+		d = max(0, l.timers[0].at.Sub(l.g.Now()))
+	}
+	l.asleep = true
+	l.mu.Unlock()
+
+	l.poll.poll(d, l)
+
+	l.mu.Lock()
+	l.asleep = false
+	l.mu.Unlock()
+}
+
+// finished ends the loop once it is to end and nothing is left.
+func (l *eventLoop) finished() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.state == running || len(l.roots) > 0 || len(l.inbox) > 0 || l.postsAt < len(l.posts) {
+		return false
+	}
+	l.state = ended
+	l.timers = nil
+	return true
+}
+
+// drain lets the loop end with its last task.
+func (l *eventLoop) drain() {
+	l.mu.Lock()
+	l.state = draining
+	l.mu.Unlock()
+	l.send(message{f: func() {}}) // wake it up
+}
+
+// abandon removes the tasks that are left and remembers their names.
+func (l *eventLoop) abandon() {
+	l.post(func() {
+		for r := range l.roots {
+			l.leftover = append(l.leftover, taskName(r.task))
+			r.Remove()
+		}
+	})
+}
+
+func taskName(t Task) string {
+	if s, ok := t.(fmt.Stringer); ok {
+		return s.String()
+	}
+	return fmt.Sprintf("%T", t)
+}
+
+// A Timer is a pending call of a function on a loop.
+type Timer struct {
+	l     *eventLoop
+	at    time.Time
+	f     func()
+	index int  // in the heap; -1: not pending
+	owner *Ref // nil: of the group
+}
+
+func (l *eventLoop) after(d time.Duration, f func()) *Timer {
+	t := &Timer{l: l, at: l.g.Now().Add(d), f: f}
+	l.mu.Lock()
+	if l.state == ended {
+		t.index = -1
+		l.mu.Unlock()
+		return t
+	}
+	heap.Push(&l.timers, t)
+	interrupt := l.asleep && t.index == 0
+	if interrupt {
+		l.asleep = false
+	}
+	l.mu.Unlock()
+	if interrupt {
+		l.poll.interrupt()
+	}
+	return t
+}
+
+// Stop prevents the call, unless it has begun. On the timer's own loop that is certain: after Stop the function does not
+// run. It may be called from any goroutine, except for timers of Ref.After, whose loop it needs.
+func (t *Timer) Stop() {
+	t.l.mu.Lock()
+	if t.index >= 0 {
+		heap.Remove(&t.l.timers, t.index)
+	}
+	t.l.mu.Unlock()
+	if t.owner != nil {
+		delete(t.owner.timers, t)
+	}
+}
+
+// runTimers calls what is due.
+func (l *eventLoop) runTimers() {
+	for l.runTimer() {
+	}
+}
+
+func (l *eventLoop) runTimer() bool {
+	l.mu.Lock()
+	if len(l.timers) == 0 || l.timers[0].at.After(l.g.Now()) {
+		l.mu.Unlock()
+		return false
+	}
+	t := heap.Pop(&l.timers).(*Timer)
+	l.mu.Unlock()
+	if t.owner != nil {
+		delete(t.owner.timers, t)
+	}
+	t.f()
+	return true
+}
+
+type timerHeap []*Timer
+
+func (h timerHeap) Len() int           { return len(h) }
+func (h timerHeap) Less(i, j int) bool { return h[i].at.Before(h[j].at) }
+
+func (h timerHeap) Swap(i, j int) {
+	h[i], h[j] = h[j], h[i]
+	h[i].index, h[j].index = i, j
+}
+
+func (h *timerHeap) Push(x any) {
+	t := x.(*Timer)
+	t.index = len(*h)
+	*h = append(*h, t)
+}
+
+func (h *timerHeap) Pop() any {
+	old := *h
+	n := len(old) - 1
+	t := old[n]
+	old[n] = nil
+	*h = old[:n]
+	t.index = -1
+	return t
+}

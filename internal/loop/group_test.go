@@ -1,0 +1,193 @@
+package loop
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"net"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/net/nettest"
+)
+
+// startGroup runs a group of threads until the test ends.
+func startGroup(t testing.TB, loops int) *Group {
+	t.Helper()
+	g, err := New(Config{Loops: loops, Now: time.Now})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error)
+	go func() { done <- g.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		if got := g.Stats(); got != (Stats{}) {
+			t.Errorf("after the end the group holds %+v, want nothing", got)
+		}
+	})
+	return g
+}
+
+func TestBlockingViewsBehaveAsNetConns(t *testing.T) {
+	g := startGroup(t, 2)
+	nettest.TestConn(t, func() (net.Conn, net.Conn, func(), error) {
+		a, b := Pipe()
+		va, vb := g.Blocking(context.Background(), a), g.Blocking(context.Background(), b)
+		return va, vb, func() { va.Close(); vb.Close() }, nil
+	})
+}
+
+// An echoTask returns what it reads.
+type echoTask struct {
+	r    *Ref
+	c    Conn
+	left []byte
+}
+
+func newEcho(c Conn) func(*Ref) Task {
+	return func(r *Ref) Task {
+		if err := c.Attach(r); err != nil {
+			return nil
+		}
+		return &echoTask{r: r, c: c}
+	}
+}
+
+func (e *echoTask) Turn(budget int) bool {
+	p := e.r.Scratch()
+	for budget > 0 {
+		for len(e.left) > 0 {
+			n, err := e.c.TryWrite(e.left)
+			if errors.Is(err, ErrAgain) {
+				return false
+			}
+			if err != nil {
+				return e.end()
+			}
+			e.left = e.left[n:]
+		}
+		n, err := e.c.TryRead(p[:min(budget, len(p))])
+		if errors.Is(err, ErrAgain) {
+			return false
+		}
+		if err != nil {
+			return e.end()
+		}
+		budget -= n
+		e.left = bytes.Clone(p[:n])
+	}
+	return true
+}
+
+func (e *echoTask) end() bool {
+	e.c.Close()
+	e.r.Remove()
+	return false
+}
+
+func TestTasksOnThreadsMoveEveryByteInOrder(t *testing.T) {
+	g := startGroup(t, 2)
+	var wg sync.WaitGroup
+	for i := range 8 {
+		a, b := Pipe()
+		if g.Add(newEcho(b)) == nil {
+			t.Fatal("no task added")
+		}
+		v := g.Blocking(t.Context(), a)
+		wg.Go(func() {
+			rng := rand.New(rand.NewPCG(1, uint64(i)))
+			want := make([]byte, 1<<20)
+			for j := range want {
+				want[j] = byte(rng.Uint32())
+			}
+			var in sync.WaitGroup
+			in.Go(func() {
+				got := make([]byte, len(want))
+				if _, err := io.ReadFull(v, got); err != nil {
+					t.Errorf("connection %d: %v", i, err)
+				}
+				if !bytes.Equal(got, want) {
+					t.Errorf("connection %d: bytes came back changed", i)
+				}
+			})
+			for p := want; len(p) > 0; {
+				n := min(len(p), 1+rng.IntN(100_000))
+				if _, err := v.Write(p[:n]); err != nil {
+					t.Errorf("connection %d: %v", i, err)
+					break
+				}
+				p = p[n:]
+			}
+			in.Wait()
+			v.Close()
+		})
+	}
+	wg.Wait()
+}
+
+func TestRunNamesTasksThatDoNotGo(t *testing.T) {
+	g, err := New(Config{Now: time.Now, StopTimeout: 10 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, _ := Pipe()
+	g.Blocking(context.Background(), a)
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	err = g.Run(ctx)
+	if err == nil || !strings.Contains(err.Error(), "a blocking connection") {
+		t.Errorf("Run returned %v, want the name of the task", err)
+	}
+	if g.Add(func(*Ref) Task { return nil }) != nil {
+		t.Error("a task can be added after the end")
+	}
+}
+
+func TestPostsAndTimersReachASleepingLoop(t *testing.T) {
+	g := startGroup(t, 1)
+	fired := make(chan string, 3)
+	r := g.Add(func(r *Ref) Task {
+		r.After(20*time.Millisecond, func() { fired <- "timer" })
+		return turnFunc(func(int) bool { return false })
+	})
+	g.After(10*time.Millisecond, func() { fired <- "group timer" })
+	for _, want := range []string{"group timer", "timer"} {
+		if got := <-fired; got != want {
+			t.Errorf("fired %q, want %q", got, want)
+		}
+	}
+	if !r.Post(func() { fired <- "post"; r.Remove() }) {
+		t.Fatal("Post refused")
+	}
+	if got := <-fired; got != "post" {
+		t.Errorf("fired %q, want the post", got)
+	}
+}
+
+func TestConfigIsChecked(t *testing.T) {
+	if _, err := New(Config{}); err == nil {
+		t.Error("New takes a Config without a clock")
+	}
+	if _, err := New(Config{Now: time.Now, Loops: -1}); err == nil {
+		t.Error("New takes a negative number of loops")
+	}
+}
+
+func TestWakeDoesNotAllocate(t *testing.T) {
+	m := newManual(t)
+	r := add(m.Group(), turnFunc(func(int) bool { return false }))
+	m.Settle()
+	if n := testing.AllocsPerRun(1000, func() { r.Wake(); m.Step() }); n != 0 {
+		t.Errorf("a wake and its turn allocate %v times, want 0", n)
+	}
+	r.Post(r.Remove)
+}
