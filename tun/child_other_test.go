@@ -1,0 +1,5 @@
+//go:build !linux
+
+package tun
+
+func runAsChild() bool { return false }

@@ -1,0 +1,59 @@
+package tun
+
+import "log/slog"
+
+// DefaultName is the name of the device.
+const DefaultName = "ztun0"
+
+// DefaultMarkMask is the part of a socket or packet mark that ztun uses; the other bits stay free for others. It is the
+// mask that istio-cni and ztunnel use.
+const DefaultMarkMask = 0xfff
+
+// Marks are the packet marks that tell ztun's own sockets from the application's. Both have to be non-zero, different and
+// inside OwnMask. Who may set a mark (CAP_NET_RAW in the netns) and knows these can leave the mesh, so that in a
+// namespace of its own ztun draws them at random.
+type Marks struct {
+	Own     uint32 // ztun's sockets: their packets and the replies to them are not captured
+	OwnMask uint32 // the bits that count, of Own and Deliver; 0 means DefaultMarkMask
+	Deliver uint32 // sockets that deliver to the application from the client's address: its replies are led back to them
+}
+
+// Config says what to capture, and where.
+type Config struct {
+	// Netns is the network namespace. It is borrowed: the caller may close it when Open has returned. It must not be the
+	// namespace of this process.
+	Netns *Netns
+
+	// UID is the pod's uid, or "host". With Generation, which tells one start of ztun from another, it is written to the
+	// alias of the device, "ztun <uid> <generation>", by which the device is recognised as ztun's.
+	UID        string
+	Generation uint64
+
+	// Name is the name of the device; "" means DefaultName.
+	Name string
+
+	// Interface is the interface whose traffic is captured; "" means every interface that is up, except loopback.
+	Interface string
+
+	// MTU of the device in bytes; 0 means the largest of the captured interfaces, so that a packet of full size fits.
+	MTU int
+
+	Marks Marks
+
+	// FailOpenRoute leaves out the unreachable route behind the TUN route, so that traffic leaves in clear when the
+	// process is dead. It is there for tests that have to see their detector work.
+	FailOpenRoute bool
+
+	// StateDir is the directory in which the values that sysctls had before are kept, one file for each netns; "" means
+	// that they are not kept: then neither Remove nor a Kernel that adopted its device can restore them.
+	StateDir string
+
+	// Log receives what an operator may have to know; nil means nothing is logged.
+	Log *slog.Logger
+
+	// NoIPv6 leaves IPv6 alone even where the netns has an address.
+	NoIPv6 bool
+
+	tunPath string // "" means /dev/net/tun
+	noBPF   bool   // as if the kernel had refused the program
+}

@@ -1,0 +1,299 @@
+package tun
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// protocol is the routing protocol number of every route and rule that ztun adds, by which they are known again.
+const protocol = 133
+
+// Tables.
+const (
+	tableCapture  = 1337
+	tableDelivery = 1338
+)
+
+// Preferences of the rules, smallest first.
+const (
+	prefLocalKernel   = 0    // where the kernel puts the rule for table local, and from where ztun moves it
+	prefDelivery      = 900  // replies of the application to delivered connections go back to ztun's socket
+	prefOwn           = 1000 // exempt: ztun's own sockets, and what came in for them
+	prefToProbe       = 1001 // exempt: to and from the address of kubelet's probes
+	prefFromProbe     = 1002
+	prefExemptLast    = 1010 // the exemptions' last
+	prefInbound       = 1020 // captured: TCP that came from outside, to the pod
+	prefMarked        = 1030 // captured by mark, beside istio-cni's rules
+	prefLocal         = 1100 // copy of local: what stays in the pod
+	prefOutboundTCP   = 1110 // captured: TCP of the pod's programs
+	prefOutboundDNS   = 1120 // captured: DNS of the pod's programs
+	prefLocalExempted = 1900 // second copy of local: the exempt go on here
+)
+
+// The address from which istio-cni has kubelet's probes come.
+var (
+	probe4 = netip.MustParseAddr("169.254.7.127")
+	probe6 = netip.MustParseAddr("fd16:9254:7127:1337:ffff:ffff:ffff:ffff")
+)
+
+// isOurPref reports whether a preference is one of ztun's.
+func isOurPref(pref int) bool {
+	switch pref {
+	case prefDelivery, prefInbound, prefMarked, prefLocal, prefOutboundTCP, prefOutboundDNS, prefLocalExempted:
+		return true
+	}
+	return pref >= prefOwn && pref <= prefExemptLast
+}
+
+// addOrder is the order in which rules are added: first what lets packets through, so that nothing is captured that should
+// not be, not even for a moment. A goto to a rule that does not exist is passed over, which is why that comes first.
+var addOrder = []int{
+	prefLocalExempted, prefLocal, prefDelivery, prefOwn, prefToProbe, prefFromProbe,
+	prefInbound, prefOutboundTCP, prefOutboundDNS,
+}
+
+// rules returns the rules of one family in the order of addOrder.
+func (s *setup) rules(family int) []*netlink.Rule {
+	rule := func(pref int) *netlink.Rule {
+		r := netlink.NewRule()
+		r.Family, r.Priority, r.Protocol = family, pref, protocol
+		return r
+	}
+	table := func(pref, table int) *netlink.Rule {
+		r := rule(pref)
+		r.Table = table
+		return r
+	}
+	exempt := func(pref int) *netlink.Rule {
+		r := rule(pref)
+		r.Goto = prefLocalExempted
+		return r
+	}
+	mask := s.cfg.Marks.OwnMask
+
+	delivery := table(prefDelivery, tableDelivery)
+	delivery.Mark, delivery.Mask, delivery.IifName = s.cfg.Marks.Deliver, &mask, "lo"
+	own := exempt(prefOwn)
+	own.Mark, own.Mask = s.cfg.Marks.Own, &mask
+	probe := probe4
+	if family == unix.AF_INET6 {
+		probe = probe6
+	}
+	toProbe, fromProbe := exempt(prefToProbe), exempt(prefFromProbe)
+	toProbe.Dst, fromProbe.Src = hostNet(probe), hostNet(probe)
+
+	list := []*netlink.Rule{
+		table(prefLocalExempted, unix.RT_TABLE_LOCAL), table(prefLocal, unix.RT_TABLE_LOCAL),
+		delivery, own, toProbe, fromProbe,
+	}
+	for _, i := range s.ifaces {
+		for _, a := range s.addrs {
+			if familyOf(a) == family {
+				r := table(prefInbound, tableCapture)
+				r.IifName, r.IPProto, r.Dst = i.Name, unix.IPPROTO_TCP, hostNet(a)
+				list = append(list, r)
+			}
+		}
+	}
+	tcp, dns := table(prefOutboundTCP, tableCapture), table(prefOutboundDNS, tableCapture)
+	tcp.IifName, tcp.IPProto = "lo", unix.IPPROTO_TCP // lo: sent by a program of the pod
+	dns.IifName, dns.IPProto, dns.Dport = "lo", unix.IPPROTO_UDP, netlink.NewRulePortRange(53, 53)
+	return append(list, tcp, dns)
+}
+
+// setRules adds the rules and moves the rule for table local behind them, for one family.
+func (s *setup) setRules(family int) error {
+	have, err := s.h.RuleList(family)
+	if err != nil {
+		return fmt.Errorf("rules: %w", err)
+	}
+	want := s.rules(family)
+	wanted := make(map[string]bool, len(want))
+	for _, r := range want {
+		wanted[ruleKey(r)] = true
+	}
+	known := make(map[string]bool, len(have))
+	for _, r := range have {
+		known[ruleKey(&r)] = true
+	}
+	for _, r := range want {
+		if known[ruleKey(r)] {
+			continue
+		}
+		if err := s.h.RuleAdd(r); err != nil {
+			return fmt.Errorf("rule %s: %w", ruleKey(r), err)
+		}
+		s.undo.add(func() error { return s.deleteRule(r) })
+	}
+	for _, r := range have { // of an earlier start with other marks, addresses or interfaces
+		if r.Protocol != protocol || wanted[ruleKey(&r)] {
+			continue
+		}
+		if err := s.deleteRule(&r); err != nil {
+			return err
+		}
+		s.undo.add(func() error { return s.h.RuleAdd(&r) })
+	}
+	for _, r := range have {
+		if !isKernelLocal(&r) {
+			continue
+		}
+		if err := s.deleteRule(&r); err != nil {
+			return err
+		}
+		s.undo.add(func() error { return s.h.RuleAdd(kernelLocal(family)) })
+	}
+	return nil
+}
+
+func (s *setup) deleteRule(r *netlink.Rule) error {
+	if err := s.h.RuleDel(r); err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("delete rule %s: %w", ruleKey(r), err)
+	}
+	return nil
+}
+
+// removeRules takes ztun's rules away again, and before that puts the rule for table local back, for one family.
+func (s *setup) removeRules(family int) error {
+	have, err := s.h.RuleList(family)
+	if err != nil {
+		return fmt.Errorf("rules: %w", err)
+	}
+	var ours []netlink.Rule
+	foreignLocal := false
+	for _, r := range have {
+		switch {
+		case r.Protocol == protocol:
+			ours = append(ours, r)
+		case r.Table == unix.RT_TABLE_LOCAL:
+			foreignLocal = true
+		}
+	}
+	if len(ours) == 0 {
+		return nil
+	}
+	if !foreignLocal {
+		if err := s.h.RuleAdd(kernelLocal(family)); err != nil {
+			// The copies stay: without any rule for table local nothing reaches the pod, loopback included.
+			return fmt.Errorf("restore rule %s: %w", ruleKey(kernelLocal(family)), err)
+		}
+	}
+	// Reverse of the order in which they were added. What that does not name (-1) was captured too: it comes first.
+	slices.SortStableFunc(ours, func(a, b netlink.Rule) int {
+		return removeRank(a.Priority) - removeRank(b.Priority)
+	})
+	var errs []error
+	for _, r := range ours {
+		errs = append(errs, s.deleteRule(&r))
+	}
+	return errors.Join(errs...)
+}
+
+func removeRank(pref int) int {
+	i := slices.Index(addOrder, pref)
+	if i < 0 {
+		return -len(addOrder)
+	}
+	return -i
+}
+
+// foreignRule returns an error naming a rule that is not ztun's and has one of its preferences.
+func foreignRule(have []netlink.Rule) error {
+	for _, r := range have {
+		if isOurPref(r.Priority) && r.Protocol != protocol {
+			return fmt.Errorf("rule %s: exists and is not ztun's; remove it, or give it another preference", ruleKey(&r))
+		}
+	}
+	return nil
+}
+
+// kernelLocal is the rule for table local as the kernel makes it in a new netns.
+func kernelLocal(family int) *netlink.Rule {
+	r := netlink.NewRule()
+	r.Family, r.Priority, r.Table, r.Protocol = family, prefLocalKernel, unix.RT_TABLE_LOCAL, unix.RTPROT_KERNEL
+	return r
+}
+
+// isKernelLocal reports whether r sends all packets to table local before any other rule.
+func isKernelLocal(r *netlink.Rule) bool {
+	plain := kernelLocal(r.Family)
+	plain.Protocol = r.Protocol
+	return ruleKey(r) == ruleKey(plain)
+}
+
+// ruleKey writes a rule as ip-rule(8) does. Two rules with the same key are the same rule.
+func ruleKey(r *netlink.Rule) string {
+	var b strings.Builder
+	if r.Family == unix.AF_INET6 {
+		b.WriteString("-6 ")
+	}
+	fmt.Fprintf(&b, "pref %d", r.Priority)
+	if r.Invert {
+		b.WriteString(" not")
+	}
+	if r.Src != nil {
+		fmt.Fprintf(&b, " from %s", r.Src)
+	}
+	if r.Dst != nil {
+		fmt.Fprintf(&b, " to %s", r.Dst)
+	}
+	if r.Mark != 0 || r.Mask != nil {
+		mask := ^uint32(0)
+		if r.Mask != nil {
+			mask = *r.Mask
+		}
+		fmt.Fprintf(&b, " fwmark %#x/%#x", r.Mark, mask)
+	}
+	if r.Tos != 0 {
+		fmt.Fprintf(&b, " tos %#x", r.Tos)
+	}
+	if r.IifName != "" {
+		fmt.Fprintf(&b, " iif %s", r.IifName)
+	}
+	if r.OifName != "" {
+		fmt.Fprintf(&b, " oif %s", r.OifName)
+	}
+	if r.UIDRange != nil {
+		fmt.Fprintf(&b, " uidrange %d-%d", r.UIDRange.Start, r.UIDRange.End)
+	}
+	if r.IPProto != 0 {
+		fmt.Fprintf(&b, " ipproto %d", r.IPProto)
+	}
+	if r.Sport != nil {
+		fmt.Fprintf(&b, " sport %d-%d", r.Sport.Start, r.Sport.End)
+	}
+	if r.Dport != nil {
+		fmt.Fprintf(&b, " dport %d-%d", r.Dport.Start, r.Dport.End)
+	}
+	if r.Goto > 0 {
+		fmt.Fprintf(&b, " goto %d", r.Goto)
+	} else {
+		fmt.Fprintf(&b, " lookup %d", r.Table)
+	}
+	if r.SuppressPrefixlen >= 0 {
+		fmt.Fprintf(&b, " suppress_prefixlength %d", r.SuppressPrefixlen)
+	}
+	if r.SuppressIfgroup >= 0 {
+		fmt.Fprintf(&b, " suppress_ifgroup %d", r.SuppressIfgroup)
+	}
+	fmt.Fprintf(&b, " protocol %d", r.Protocol)
+	return b.String()
+}
+
+func hostNet(a netip.Addr) *net.IPNet {
+	return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}
+}
+
+func familyOf(a netip.Addr) int {
+	if a.Is4() {
+		return unix.AF_INET
+	}
+	return unix.AF_INET6
+}

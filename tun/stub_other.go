@@ -1,0 +1,82 @@
+//go:build !linux
+
+package tun
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"os"
+)
+
+var errLinux = errors.New("tun: a kernel device needs Linux; use Pipe or a replay")
+
+// A Netns is a network namespace, which only Linux has.
+type Netns struct{}
+
+// OpenNetns returns an error.
+func OpenNetns(string) (*Netns, error) { return nil, errLinux }
+
+// NetnsFromFile returns an error.
+func NetnsFromFile(*os.File) (*Netns, error) { return nil, errLinux }
+
+// CurrentNetns returns an error.
+func CurrentNetns() (*Netns, error) { return nil, errLinux }
+
+// ID returns zeros.
+func (n *Netns) ID() (dev, ino uint64) { return 0, 0 }
+
+// File returns nil.
+func (n *Netns) File() *os.File { return nil }
+
+// String returns "none".
+func (n *Netns) String() string { return "none" }
+
+// Close does nothing.
+func (n *Netns) Close() error { return nil }
+
+// Do returns an error.
+func (n *Netns) Do(func() error) error { return errLinux }
+
+// Socket returns an error.
+func (n *Netns) Socket(domain, typ, proto int) (fd int, err error) { return -1, errLinux }
+
+// A Kernel is a device of a Linux kernel.
+type Kernel struct{ *PipeEnd }
+
+// An Interface is one whose traffic is captured.
+type Interface struct {
+	Name  string
+	Index int
+	MTU   int // bytes
+}
+
+// Drops counts the packets that a device has lost, by reason.
+type Drops struct{ TooLong, Full uint64 }
+
+// Open returns an error.
+func Open(context.Context, Config) (*Kernel, error) { return nil, errLinux }
+
+// Remove returns an error.
+func Remove(context.Context, Config) error { return errLinux }
+
+// Addrs returns nil.
+func (k *Kernel) Addrs() []netip.Addr { return nil }
+
+// Interfaces returns nil.
+func (k *Kernel) Interfaces() []Interface { return nil }
+
+// HasIPv4 returns false.
+func (k *Kernel) HasIPv4() bool { return false }
+
+// HasIPv6 returns false.
+func (k *Kernel) HasIPv6() bool { return false }
+
+// MarkedBy returns "".
+func (k *Kernel) MarkedBy() string { return "" }
+
+// Drops returns zeros.
+func (k *Kernel) Drops() Drops { return Drops{} }
+
+// Unenrol returns an error.
+func (k *Kernel) Unenrol(context.Context) error { return errLinux }
