@@ -1,0 +1,44 @@
+package hbone
+
+import (
+	"log/slog"
+	"time"
+
+	"ztun.dev/ztun/internal/loop"
+)
+
+// A PoolConfig configures a Pool. The zero values of the numbers are the defaults named beside them.
+type PoolConfig struct {
+	Group  *loop.Group
+	Dialer Dialer
+	TLS    ClientTLS
+	Log    *slog.Logger
+
+	MaxStreams       int           // streams per tunnel: 100, ztunnel's default
+	IdleRelease      time.Duration // 300 s, ztunnel's default
+	ConnectTimeout   time.Duration // 10 s
+	HandshakeTimeout time.Duration // TLS and HTTP/2 together: 10 s
+	ResponseTimeout  time.Duration // 20 s
+	Settings         Settings
+}
+
+// A ServerConfig configures a Server.
+type ServerConfig struct {
+	Group   *loop.Group
+	TLS     ServerTLS
+	Handler Handler
+	Log     *slog.Logger
+
+	HandshakeTimeout time.Duration // 10 s
+	MaxHandshakes    int           // handshakes in progress: 128; further ones wait
+	Settings         Settings
+}
+
+// Settings are the sizes of the HTTP/2 connection. Zero fields mean the defaults, which are ztunnel's wire behaviour.
+type Settings struct {
+	StreamWindow     uint32 // bytes: 4 MiB
+	ConnectionWindow uint32 // bytes: 16 MiB
+	FrameSize        uint32 // bytes: 1 MiB
+	HeaderList       uint32 // bytes: 16 KiB as client, 64 KiB as server
+	MaxStreams       uint32 // as server: 200
+}

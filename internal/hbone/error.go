@@ -1,0 +1,57 @@
+package hbone
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"net/netip"
+)
+
+// ErrUnknownPeer is wrapped by an error of Pool.Open when the peer proved none of the accepted identities.
+var ErrUnknownPeer = errors.New("peer did not present an accepted identity")
+
+// A Phase is a step of opening a stream, each with its own time limit.
+type Phase uint8
+
+// The phases of Pool.Open, in order.
+const (
+	PhaseConnect   Phase = iota // TCP connection to the next hop
+	PhaseHandshake              // certificate, TLS and HTTP/2 handshake
+	PhaseResponse               // CONNECT sent, waiting for its response
+)
+
+func (p Phase) String() string {
+	switch p {
+	case PhaseConnect:
+		return "connect"
+	case PhaseHandshake:
+		return "handshake"
+	}
+	return "response"
+}
+
+// An OpenError is the failure of Pool.Open.
+type OpenError struct {
+	Phase   Phase
+	NextHop netip.AddrPort
+	Err     error // context.DeadlineExceeded when the phase's limit passed; the dialer's error as it came
+}
+
+func (e *OpenError) Error() string { return fmt.Sprintf("hbone: %s %s: %v", e.Phase, e.NextHop, e.Err) }
+
+// Unwrap returns the cause.
+func (e *OpenError) Unwrap() error { return e.Err }
+
+// A StatusError is a CONNECT that was answered with another status than 200. It is the Err of an OpenError of PhaseResponse.
+type StatusError struct {
+	Code   int
+	Reason string // the peer's x-ztun-reason, if it sent one
+}
+
+func (e *StatusError) Error() string {
+	s := fmt.Sprintf("http status: %d %s", e.Code, http.StatusText(e.Code))
+	if e.Reason != "" {
+		s += ": " + e.Reason
+	}
+	return s
+}

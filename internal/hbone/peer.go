@@ -1,0 +1,79 @@
+package hbone
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"slices"
+
+	"ztun.dev/ztun/internal/workload"
+)
+
+// IdentityIn returns the first URI SAN of leaf, in the order of the certificate, that is an identity of the trust domain,
+// and the zero Identity if there is none. That SAN, and no other, is who the peer is.
+func IdentityIn(leaf *x509.Certificate, trustDomain string) workload.Identity {
+	return firstIdentity(leaf, func(id workload.Identity) bool { return id.TrustDomain == trustDomain })
+}
+
+func firstIdentity(leaf *x509.Certificate, ok func(workload.Identity) bool) workload.Identity {
+	for _, u := range leaf.URIs {
+		if id, err := workload.ParseIdentity(u.String()); err == nil && ok(id) {
+			return id
+		}
+	}
+	return workload.Identity{}
+}
+
+// accepted returns the identity of accept that the peer proved.
+func accepted(cs tls.ConnectionState, accept []workload.Identity) (workload.Identity, error) {
+	if len(cs.PeerCertificates) == 0 {
+		return workload.Identity{}, fmt.Errorf("no certificate: %w", ErrUnknownPeer)
+	}
+	leaf := cs.PeerCertificates[0]
+	id := firstIdentity(leaf, func(id workload.Identity) bool { return slices.Contains(accept, id) })
+	if id.IsZero() {
+		return id, fmt.Errorf("%w: want %v, got %v", ErrUnknownPeer, accept, leaf.URIs)
+	}
+	return id, nil
+}
+
+// requireAccepted returns a copy of cfg that also refuses a server which proves none of the identities, whatever else cfg
+// verifies.
+func requireAccepted(cfg *tls.Config, accept []workload.Identity) *tls.Config {
+	cfg = cfg.Clone()
+	verify := cfg.VerifyConnection
+	cfg.VerifyConnection = func(cs tls.ConnectionState) error {
+		if _, err := accepted(cs, accept); err != nil {
+			return err
+		}
+		if verify != nil {
+			return verify(cs)
+		}
+		return nil
+	}
+	return cfg
+}
+
+// noteCertificate returns a copy of cfg that stores the leaf which a handshake of it presents.
+func noteCertificate(cfg *tls.Config, leaf **x509.Certificate) *tls.Config {
+	cfg = cfg.Clone()
+	get := cfg.GetCertificate
+	cfg.GetCertificate = func(hello *tls.ClientHelloInfo) (*tls.Certificate, error) {
+		var cert *tls.Certificate
+		var err error
+		switch {
+		case get != nil:
+			cert, err = get(hello)
+		case len(cfg.Certificates) > 0:
+			cert = &cfg.Certificates[0]
+		}
+		if err != nil || cert == nil {
+			return cert, err
+		}
+		if *leaf = cert.Leaf; cert.Leaf == nil && len(cert.Certificate) > 0 {
+			*leaf, err = x509.ParseCertificate(cert.Certificate[0])
+		}
+		return cert, err
+	}
+	return cfg
+}

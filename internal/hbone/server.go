@@ -1,0 +1,319 @@
+package hbone
+
+import (
+	"cmp"
+	"context"
+	"crypto/x509"
+	"errors"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/net/http2"
+
+	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/internal/workload"
+)
+
+// A Server serves the tunnels that peers open.
+type Server struct {
+	cfg    ServerConfig
+	ctx    context.Context // of set-ups; ends when what is left at the end of Close is cut
+	cancel context.CancelFunc
+	bufs   *buffers
+
+	mu         sync.Mutex // guards below
+	draining   bool
+	tunnels    map[*tunnel]struct{}
+	handshakes int              // in progress
+	queue      []*handshakeWait // those that wait for one to end
+	setups     int              // connections between Serve and their tunnel
+	idle       []func()         // called when nothing is left
+}
+
+// NewServer returns a Server, which does nothing until it is given connections.
+func NewServer(cfg ServerConfig) (*Server, error) {
+	if cfg.Group == nil || cfg.TLS == nil || cfg.Handler == nil {
+		return nil, errors.New("hbone: server config: Group, TLS and Handler are required")
+	}
+	cfg.HandshakeTimeout = cmp.Or(cfg.HandshakeTimeout, 10*time.Second)
+	cfg.MaxHandshakes = cmp.Or(cfg.MaxHandshakes, 128)
+	if cfg.Log == nil {
+		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	s := &Server{cfg: cfg, bufs: new(buffers), tunnels: make(map[*tunnel]struct{})}
+	s.ctx, s.cancel = context.WithCancel(context.Background())
+	return s, nil
+}
+
+// Serve takes an accepted connection that is not attached. It returns at once; safe from any goroutine.
+func (s *Server) Serve(conn loop.Conn) {
+	s.mu.Lock()
+	refuse := s.draining
+	if !refuse {
+		s.setups++
+	}
+	s.mu.Unlock()
+	if refuse {
+		_ = conn.Reset()
+		return
+	}
+	s.cfg.Group.Go(s.ctx, func(ctx context.Context) {
+		if err := s.setUp(ctx, conn); err != nil {
+			s.cfg.Log.Debug("tunnel refused", "remote", conn.RemoteAddr(), "local", conn.LocalAddr(), "err", err)
+		}
+		s.mu.Lock()
+		s.setups--
+		s.mu.Unlock()
+		s.checkIdle()
+	})
+}
+
+func (s *Server) setUp(ctx context.Context, conn loop.Conn) error {
+	ctx, cancel := s.cfg.Group.WithTimeout(ctx, s.cfg.HandshakeTimeout)
+	defer cancel()
+	start := s.cfg.Group.Now()
+	if err := s.acquire(ctx); err != nil {
+		_ = conn.Reset()
+		return err
+	}
+	l, peer, err := s.handshake(ctx, conn)
+	s.release()
+	if err != nil {
+		return err
+	}
+	l.buffers = s.bufs
+	left := max(time.Millisecond, s.cfg.HandshakeTimeout-s.cfg.Group.Now().Sub(start))
+	startTunnel(tunnelConfig{
+		group: s.cfg.Group, link: l, server: true, settings: s.cfg.Settings, owner: (*serverOwner)(s), peer: peer,
+		buffers: s.bufs, settle: left,
+	}, func(t *tunnel) {
+		s.mu.Lock()
+		s.tunnels[t] = struct{}{}
+		draining := s.draining
+		s.mu.Unlock()
+		if draining {
+			t.drain()
+		}
+	})
+	return nil
+}
+
+func (s *Server) handshake(ctx context.Context, conn loop.Conn) (*link, workload.Identity, error) {
+	cfg, err := s.cfg.TLS(ctx)
+	if err != nil {
+		_ = conn.Reset()
+		return nil, workload.Identity{}, err
+	}
+	var own *x509.Certificate
+	l, err := handshake(ctx, s.cfg.Group, conn, noteCertificate(cfg, &own), true)
+	if err != nil {
+		return nil, workload.Identity{}, err
+	}
+	var peer workload.Identity
+	if certs := l.tls.ConnectionState().PeerCertificates; len(certs) > 0 && own != nil {
+		ours := firstIdentity(own, func(workload.Identity) bool { return true })
+		peer = IdentityIn(certs[0], ours.TrustDomain)
+	}
+	return l, peer, nil
+}
+
+// acquire waits until fewer than the allowed number of handshakes are in progress.
+func (s *Server) acquire(ctx context.Context) error {
+	w := new(handshakeWait)
+	err := loop.Await(ctx, func(wake func()) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.handshakes < s.cfg.MaxHandshakes {
+			s.handshakes++
+			w.granted = true
+			wake()
+			return
+		}
+		w.wake = wake
+		s.queue = append(s.queue, w)
+	})
+	if err == nil {
+		return nil
+	}
+	// The turn may have come just now, and is passed on then.
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if w.granted {
+		s.releaseLocked()
+	} else {
+		s.queue = slices.DeleteFunc(s.queue, func(o *handshakeWait) bool { return o == w })
+	}
+	return err
+}
+
+func (s *Server) release() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.releaseLocked()
+}
+
+func (s *Server) releaseLocked() {
+	if len(s.queue) > 0 {
+		next := s.queue[0]
+		s.queue = slices.Delete(s.queue, 0, 1)
+		next.granted = true
+		next.wake()
+		return
+	}
+	s.handshakes--
+}
+
+// A handshakeWait waits for its turn. Its fields are guarded by Server.mu.
+type handshakeWait struct {
+	granted bool
+	wake    func()
+}
+
+// Drain stops new tunnels and streams. Those that are open go on.
+func (s *Server) Drain() {
+	s.mu.Lock()
+	s.draining = true
+	open := make([]*tunnel, 0, len(s.tunnels))
+	for t := range s.tunnels {
+		open = append(open, t)
+	}
+	s.mu.Unlock()
+	for _, t := range open {
+		t.ref.Post(t.drain)
+	}
+}
+
+// Close drains, waits until the last stream has ended or ctx ends, and then cuts what is left.
+func (s *Server) Close(ctx context.Context) error {
+	s.Drain()
+	err := s.await(ctx)
+	s.cancel()
+	if err == nil {
+		return nil
+	}
+	s.mu.Lock()
+	for t := range s.tunnels {
+		t.ref.Post(func() { t.die(errTunnelClosed) })
+	}
+	s.mu.Unlock()
+	_ = s.await(context.WithoutCancel(ctx))
+	return err
+}
+
+func (s *Server) await(ctx context.Context) error {
+	return loop.Await(ctx, func(wake func()) {
+		s.mu.Lock()
+		s.idle = append(s.idle, wake)
+		s.mu.Unlock()
+		s.checkIdle()
+	})
+}
+
+func (s *Server) checkIdle() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.draining && len(s.tunnels) == 0 && s.setups == 0 {
+		for _, wake := range s.idle {
+			wake()
+		}
+		s.idle = nil
+	}
+}
+
+// Tunnels is how many tunnels are open.
+func (s *Server) Tunnels() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.tunnels)
+}
+
+// serverOwner is the Server as its tunnels see it.
+type serverOwner Server
+
+func (s *serverOwner) peerLimit(*tunnel, uint32) {}
+func (s *serverOwner) noNewStreams(*tunnel)      {}
+func (s *serverOwner) released(*tunnel)          {}
+
+func (s *serverOwner) gone(t *tunnel, err error) {
+	s.cfg.Log.Debug("tunnel closed", "remote", t.remote, "local", t.local, "err", err)
+	s.mu.Lock()
+	delete(s.tunnels, t)
+	s.mu.Unlock()
+	(*Server)(s).checkIdle()
+}
+
+func (s *serverOwner) request(t *tunnel, st *stream, authority string, h Headers) {
+	ctx, cancel := context.WithCancel(s.ctx)
+	st.cancel = cancel
+	s.cfg.Group.Go(ctx, func(ctx context.Context) {
+		defer cancel()
+		a := &answer{t: t, s: st, ctx: context.WithoutCancel(ctx)}
+		s.cfg.Handler.ServeConnect(ctx, &Request{
+			Authority: authority,
+			Headers:   h,
+			Peer:      t.peer,
+			Local:     t.local,
+			Remote:    t.remote,
+			answer:    a,
+		})
+		t.ref.Post(func() { t.setupDone(st) })
+	})
+}
+
+// An answer is what a Request answers through.
+type answer struct {
+	t   *tunnel
+	s   *stream
+	ctx context.Context // for Await only: it never ends
+}
+
+func (a *answer) accept(h Headers, start func(Stream)) error {
+	err := loop.ErrReset
+	_ = loop.Await(a.ctx, func(wake func()) {
+		posted := a.t.ref.Post(func() {
+			if !a.s.broken() {
+				if err = a.t.eng.Respond(a.s.id, 200, h, false); err == nil {
+					a.s.response = h
+					a.s.answered = true
+					start(a.s)
+					a.t.kick()
+				}
+			}
+			wake()
+		})
+		if !posted {
+			wake()
+		}
+	})
+	return err
+}
+
+func (a *answer) reject(status int, h Headers) {
+	a.t.ref.Post(func() {
+		if a.s.broken() {
+			return
+		}
+		_ = a.t.eng.Respond(a.s.id, status, h, true)
+		a.s.answered = true
+		_ = a.s.Close() // RST_STREAM(NO_ERROR) tells the client to keep what it would send (RFC 9113, section 8.1)
+	})
+}
+
+// setupDone is called when ServeConnect has returned.
+func (t *tunnel) setupDone(s *stream) {
+	s.cancel = nil
+	t.eng.SetupDone(s.id)
+	if s.answered || s.released {
+		return
+	}
+	if s.reset { // before it was answered
+		delete(t.streams, s.id)
+		return
+	}
+	if s.release() {
+		t.eng.Reset(s.id, http2.ErrCodeInternal)
+		t.kick()
+	}
+}

@@ -1,0 +1,290 @@
+package hbone
+
+import (
+	"context"
+	"io"
+	"net/netip"
+
+	"golang.org/x/net/http2"
+
+	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/internal/workload"
+)
+
+// A Receiver is implemented by Conns that have a place for bytes to be sent, into which a source can be read without a copy
+// in between: at most limit bytes of src are moved. It has the errors of TryWrite, ErrAgain also when src has nothing; an
+// error of src, io.EOF included, is wrapped in a *SourceError. Streams are Receivers, and loop.Senders.
+type Receiver interface {
+	TryReadFrom(src loop.Conn, limit int) (int, error)
+}
+
+// A SourceError tells that the reading side of TryReadFrom failed, not the writing one. Err is never ErrAgain.
+type SourceError struct{ Err error }
+
+func (e *SourceError) Error() string { return e.Err.Error() }
+
+// Unwrap returns the error of the reading side.
+func (e *SourceError) Unwrap() error { return e.Err }
+
+// A stream is a Stream of either side. It is 0.3 KiB, and what was received and not taken.
+type stream struct {
+	t        *tunnel
+	id       uint32
+	ref      *loop.Ref
+	response Headers
+	queue    queue
+	opening  *opening           // until the response
+	cancel   context.CancelFunc // of the set-up of a request, until it has returned
+
+	lending  bool // the queue holds pieces of the turn's buffer
+	gotEnd   bool
+	noWrite  bool // the peer wants nothing more: RST_STREAM(NO_ERROR)
+	reset    bool
+	answered bool // of a request
+	released bool
+}
+
+var (
+	_ Stream        = (*stream)(nil)
+	_ loop.Vectored = (*stream)(nil)
+	_ loop.Sender   = (*stream)(nil)
+	_ Receiver      = (*stream)(nil)
+)
+
+func (s *stream) Ref() *loop.Ref            { return s.t.ref }
+func (s *stream) Peer() workload.Identity   { return s.t.peer }
+func (s *stream) Response() Headers         { return s.response }
+func (s *stream) LocalAddr() netip.AddrPort { return s.t.local }
+
+func (s *stream) RemoteAddr() netip.AddrPort { return s.t.remote }
+
+func (s *stream) Attach(r *loop.Ref) error {
+	s.ref = r
+	s.wake()
+	return nil
+}
+
+func (s *stream) wake() {
+	if s.ref != nil {
+		s.ref.WakeLocal()
+	}
+}
+
+func (s *stream) broken() bool { return s.reset || s.released || s.t.dead() }
+
+// nothing is the error of a read that finds the queue empty.
+func (s *stream) nothing() error {
+	if s.gotEnd {
+		return io.EOF
+	}
+	return loop.ErrAgain
+}
+
+func (s *stream) took(n int) {
+	if n > 0 {
+		s.t.eng.Took(s.id, n)
+		s.t.kick()
+	}
+}
+
+func (s *stream) TryRead(p []byte) (int, error) {
+	if s.broken() {
+		return 0, loop.ErrReset
+	}
+	if s.queue.empty() {
+		return 0, s.nothing()
+	}
+	n := s.queue.read(p)
+	s.took(n)
+	return n, nil
+}
+
+func (s *stream) TryReadv(bufs [][]byte) (int, error) {
+	total := 0
+	for _, p := range bufs {
+		n, err := s.TryRead(p)
+		if err != nil {
+			if total > 0 {
+				break
+			}
+			return 0, err
+		}
+		total += n
+	}
+	return total, nil
+}
+
+// TryWriteTo implements loop.Sender: what arrived in this turn goes to dst from where it was decrypted.
+func (s *stream) TryWriteTo(dst loop.Conn, limit int) (int, error) {
+	if s.broken() {
+		return 0, loop.ErrReset
+	}
+	if s.queue.empty() {
+		return 0, s.nothing()
+	}
+	total := 0
+	vectored, _ := dst.(loop.Vectored)
+	for total < limit && !s.queue.empty() {
+		bufs := s.queue.peek(s.t.vec[:0], limit-total)
+		s.t.vec = bufs
+		var n int
+		var err error
+		if vectored != nil && len(bufs) > 1 {
+			n, err = vectored.TryWritev(bufs)
+		} else {
+			n, err = dst.TryWrite(bufs[0])
+		}
+		clear(s.t.vec)
+		if err != nil {
+			if total > 0 {
+				break // the error comes again
+			}
+			if err == loop.ErrAgain { //nolint:errorlint // a sentinel, compared for each call
+				return 0, err
+			}
+			return 0, &loop.SendError{Err: err}
+		}
+		s.queue.drop(n)
+		total += n
+	}
+	s.took(total)
+	return total, nil
+}
+
+func (s *stream) TryWrite(p []byte) (int, error) {
+	if s.broken() || s.noWrite {
+		return 0, loop.ErrReset
+	}
+	if len(p) == 0 {
+		return 0, nil
+	}
+	n, err := s.t.eng.Write(s.id, p)
+	if n > 0 {
+		s.t.kick()
+	}
+	return n, err
+}
+
+func (s *stream) TryWritev(bufs [][]byte) (int, error) {
+	total := 0
+	for _, p := range bufs {
+		n, err := s.TryWrite(p)
+		if err != nil {
+			if total > 0 {
+				break
+			}
+			return 0, err
+		}
+		if total += n; n < len(p) {
+			break
+		}
+	}
+	return total, nil
+}
+
+// TryReadFrom implements Receiver: src is read into the place of a DATA frame.
+func (s *stream) TryReadFrom(src loop.Conn, limit int) (int, error) {
+	if s.broken() || s.noWrite {
+		return 0, loop.ErrReset
+	}
+	p, err := s.t.eng.Reserve(s.id, limit)
+	if err != nil {
+		return 0, err
+	}
+	n, err := src.TryRead(p)
+	s.t.eng.Commit(n)
+	if n > 0 {
+		s.t.kick()
+	}
+	if err != nil && err != loop.ErrAgain { //nolint:errorlint // a sentinel, compared for each call
+		err = &SourceError{err}
+	}
+	return n, err
+}
+
+func (s *stream) CloseWrite() error {
+	if s.broken() {
+		return loop.ErrReset
+	}
+	if s.noWrite {
+		return nil
+	}
+	err := s.t.eng.CloseWrite(s.id)
+	s.t.kick()
+	return err
+}
+
+// Reset sends RST_STREAM(CANCEL). Bytes that were accepted in this turn are sent before it; the peer drops them.
+func (s *stream) Reset() error {
+	if s.release() {
+		s.t.eng.Reset(s.id, http2.ErrCodeCancel)
+		s.t.kick()
+	}
+	return nil
+}
+
+// Close ends our side cleanly. If the peer's has not ended, it is told that nothing more is wanted.
+func (s *stream) Close() error {
+	if s.release() {
+		_ = s.t.eng.CloseWrite(s.id)
+		s.t.eng.Reset(s.id, http2.ErrCodeNo)
+		s.t.kick()
+	}
+	return nil
+}
+
+// release lets the tunnel forget the stream. False: it has before, or the tunnel is over.
+func (s *stream) release() bool {
+	if s.released {
+		return false
+	}
+	s.released = true
+	s.ref = nil
+	s.queue = queue{}
+	if s.cancel != nil {
+		s.cancel()
+	}
+	if s.t.dead() {
+		return false
+	}
+	if s.t.streams[s.id] == s {
+		delete(s.t.streams, s.id)
+	}
+	s.t.owner.released(s.t)
+	return true
+}
+
+// wasReset is the peer's RST_STREAM, or what amounts to one.
+func (s *stream) wasReset(code http2.ErrCode, err error) {
+	if o := s.opening; o != nil {
+		s.opening = nil
+		s.reset, s.released = true, true
+		delete(s.t.streams, s.id)
+		s.t.opened(o, nil, err)
+		return
+	}
+	if code == http2.ErrCodeNo {
+		s.gotEnd, s.noWrite = true, true
+	} else {
+		s.reset = true
+		s.queue = queue{}
+	}
+	if s.cancel != nil {
+		s.reset = s.reset || !s.answered // nothing of a request that was not answered is wanted
+		s.cancel()
+	}
+	s.wake()
+}
+
+// lost is the end of the tunnel.
+func (s *stream) lost(err error) {
+	s.reset = true
+	if s.cancel != nil {
+		s.cancel()
+	}
+	if o := s.opening; o != nil {
+		s.opening = nil
+		s.t.opened(o, nil, err)
+	}
+	s.wake()
+}

@@ -1,0 +1,350 @@
+package hbone
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"time"
+
+	"golang.org/x/net/http2"
+
+	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/internal/workload"
+)
+
+// An owner is the Pool or Server behind a tunnel. Its methods are called on the tunnel's loop.
+type owner interface {
+	request(t *tunnel, s *stream, authority string, h Headers)
+	peerLimit(t *tunnel, streams uint32)
+	noNewStreams(t *tunnel)
+	released(t *tunnel) // a stream has ended and its user let go of it
+	gone(t *tunnel, err error)
+}
+
+// errTunnelClosed is why the streams of a tunnel end that this side closed.
+var errTunnelClosed = errors.New("hbone: the tunnel was closed")
+
+// A tunnel is one Engine over one link, as a task. In a turn it opens what arrived and lends it to the streams, lets their
+// relays have their turns, seals once what all of them wrote, and writes that once. What the relays did not take is copied
+// to the streams then: nothing large is held between turns but for slow readers.
+type tunnel struct {
+	ref     *loop.Ref
+	link    *link
+	eng     *Engine
+	owner   owner
+	peer    workload.Identity
+	buffers *buffers
+	local   netip.AddrPort
+	remote  netip.AddrPort
+
+	streams map[uint32]*stream
+	lent    []*stream // those that hold pieces of the turn's buffer
+	vec     [][]byte  // for TryWriteTo
+	inTurn  bool
+	err     error // set once the tunnel is over
+	ended   bool
+	settle  *loop.Timer // until the peer's SETTINGS arrive
+}
+
+type tunnelConfig struct {
+	group    *loop.Group
+	link     *link
+	server   bool
+	settings Settings
+	owner    owner
+	peer     workload.Identity
+	buffers  *buffers
+	settle   time.Duration // for the peer's SETTINGS
+}
+
+// startTunnel makes a task of a link. ready is called on its loop, before its first turn. It returns false if the group has
+// ended; the link is then closed.
+func startTunnel(cfg tunnelConfig, ready func(t *tunnel)) bool {
+	t := &tunnel{
+		link:    cfg.link,
+		owner:   cfg.owner,
+		peer:    cfg.peer,
+		buffers: cfg.buffers,
+		local:   cfg.link.conn.LocalAddr(),
+		remote:  cfg.link.conn.RemoteAddr(),
+		streams: make(map[uint32]*stream),
+	}
+	ref := cfg.group.Add(func(r *loop.Ref) loop.Task {
+		t.ref = r
+		t.eng = NewEngine(EngineConfig{Server: cfg.server, Settings: cfg.settings, buffers: cfg.buffers}, (*tunnelEvents)(t), r.Now())
+		if err := t.link.conn.Attach(r); err != nil {
+			t.die(err)
+		}
+		t.arm()
+		t.settle = r.After(cfg.settle, func() {
+			t.die(fmt.Errorf("hbone: waiting for SETTINGS: %w", context.DeadlineExceeded))
+		})
+		ready(t)
+		return t
+	})
+	if ref == nil {
+		_ = cfg.link.conn.Reset()
+	}
+	return ref != nil
+}
+
+func (t *tunnel) String() string { return fmt.Sprintf("tunnel %v-%v", t.local, t.remote) }
+
+// Turn implements loop.Task.
+func (t *tunnel) Turn(budget int) (more bool) {
+	t.inTurn = true
+	var plain []byte
+	if t.err == nil {
+		plain, more = t.receive(budget)
+	}
+	if t.ref.RunChildren(budget) {
+		more = true
+	}
+	t.keepLent()
+	t.buffers.put(plain)
+	if t.err == nil {
+		t.transmit()
+	}
+	t.inTurn = false
+	if t.err == nil && t.eng.Drained() && len(t.streams) == 0 && len(t.eng.Output()) == 0 && len(t.link.unsent) == 0 {
+		t.die(errTunnelClosed)
+	}
+	if t.err != nil {
+		t.end()
+		return false
+	}
+	return more
+}
+
+// receive feeds the engine with what arrived. The plain text that it returns is lent to streams.
+func (t *tunnel) receive(budget int) (plain []byte, more bool) {
+	plain, again, err := t.link.read(t.buffers.get(), t.ref.Scratch(), budget)
+	if ferr := t.eng.Feed(plain, t.ref.Now()); ferr != nil {
+		t.die(ferr)
+		return plain, false
+	}
+	if err != nil {
+		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+			err = fmt.Errorf("hbone: the peer closed the tunnel: %w", io.ErrUnexpectedEOF)
+		}
+		t.die(err)
+		return plain, false
+	}
+	return plain, !again
+}
+
+// transmit seals and sends until there is nothing left, or the socket takes no more. Streams that found no room are woken
+// when there is some.
+func (t *tunnel) transmit() {
+	done, err := t.link.flush()
+	if done && err == nil && (len(t.eng.Output()) > 0 || t.link.pending()) {
+		err = t.link.send(t.eng.Output(), t.ref.Scratch())
+		t.eng.Sent()
+	}
+	if err != nil {
+		t.die(err)
+	}
+}
+
+// kick gives the tunnel a turn if something was written from outside of one.
+func (t *tunnel) kick() {
+	if !t.inTurn && t.err == nil {
+		t.ref.WakeLocal()
+	}
+}
+
+// die marks the tunnel as over: from here on every stream reads as reset. What has to be done on the way out happens at the
+// end of the turn.
+func (t *tunnel) die(err error) {
+	if t.err != nil {
+		return
+	}
+	t.err = err
+	if t.ref != nil && !t.inTurn {
+		t.ref.WakeLocal()
+	}
+}
+
+// end is the last thing that happens.
+func (t *tunnel) end() {
+	if t.ended {
+		return
+	}
+	t.ended = true
+	t.owner.noNewStreams(t)
+	t.eng.Close(http2.ErrCodeNo)
+	t.link.close(t.eng.Output(), t.ref.Scratch())
+	t.eng.Sent()
+	for _, s := range t.streams {
+		s.lost(t.err)
+	}
+	t.ref.Remove() // the relays have their last turn here
+	t.owner.gone(t, t.err)
+}
+
+// dead reports that nothing can be done with the streams any more.
+func (t *tunnel) dead() bool { return t.err != nil || t.ref.Removed() }
+
+// arm sets the timer of the keepalive.
+func (t *tunnel) arm() {
+	t.ref.After(max(time.Millisecond, t.eng.Deadline().Sub(t.ref.Now())), func() {
+		if err := t.eng.Tick(t.ref.Now()); err != nil {
+			t.die(err)
+			return
+		}
+		t.kick()
+		t.arm()
+	})
+}
+
+// drain is the graceful end: no new streams; the tunnel closes with the last one.
+func (t *tunnel) drain() {
+	t.eng.Drain()
+	t.kick()
+}
+
+// keepLent gives streams memory of their own for what their relays did not take.
+func (t *tunnel) keepLent() {
+	for i, s := range t.lent {
+		s.queue.keep()
+		s.lending = false
+		t.lent[i] = nil
+	}
+	t.lent = t.lent[:0]
+}
+
+// An opening is a CONNECT that waits for its response. Its fields belong to the tunnel's loop until done is called.
+type opening struct {
+	authority string
+	headers   Headers
+	done      func() // called once, on the loop or by start
+
+	s         *stream
+	err       error
+	settled   bool // the peer spoke HTTP/2 by the time it failed
+	abandoned bool
+}
+
+// open sends the CONNECT; safe from any goroutine.
+func (t *tunnel) open(o *opening) {
+	if !t.ref.Post(func() { t.openHere(o) }) {
+		o.err = errGoingAway
+		o.done()
+	}
+}
+
+func (t *tunnel) openHere(o *opening) {
+	if t.dead() {
+		t.opened(o, nil, errGoingAway)
+		return
+	}
+	id, err := t.eng.Open(o.authority, o.headers)
+	if err != nil {
+		t.opened(o, nil, err)
+		return
+	}
+	s := t.newStream(id)
+	s.opening = o
+	o.s = s
+	t.kick()
+}
+
+func (t *tunnel) opened(o *opening, s *stream, err error) {
+	o.s, o.err = s, err
+	o.settled = t.eng.Settled()
+	if s == nil {
+		t.owner.released(t)
+	}
+	o.done()
+}
+
+// abandon gives up an opening, or its result; safe from any goroutine, after open.
+func (t *tunnel) abandon(o *opening) {
+	t.ref.Post(func() {
+		if s := o.s; s != nil {
+			s.opening = nil
+			_ = s.Reset()
+		}
+	})
+}
+
+func (t *tunnel) newStream(id uint32) *stream {
+	s := &stream{t: t, id: id}
+	t.streams[id] = s
+	return s
+}
+
+// tunnelEvents is the tunnel as its engine sees it.
+type tunnelEvents tunnel
+
+var _ Events = (*tunnelEvents)(nil)
+
+func (t *tunnelEvents) StreamRequest(id uint32, authority string, h Headers) {
+	u := (*tunnel)(t)
+	u.owner.request(u, u.newStream(id), authority, h)
+}
+
+func (t *tunnelEvents) StreamResponse(id uint32, status int, h Headers) {
+	s := t.streams[id]
+	if s == nil || s.opening == nil {
+		return
+	}
+	o, u := s.opening, (*tunnel)(t)
+	s.opening = nil
+	if status != 200 {
+		u.eng.Reset(id, http2.ErrCodeCancel)
+		delete(u.streams, id)
+		s.released = true
+		u.opened(o, nil, &StatusError{Code: status, Reason: h.Reason})
+		return
+	}
+	s.response = h
+	u.opened(o, s, nil)
+}
+
+func (t *tunnelEvents) StreamData(id uint32, p []byte) {
+	s := t.streams[id]
+	if s == nil {
+		return
+	}
+	s.queue.lend(p)
+	if !s.lending {
+		s.lending = true
+		t.lent = append(t.lent, s)
+	}
+	s.wake()
+}
+
+func (t *tunnelEvents) StreamEnd(id uint32) {
+	if s := t.streams[id]; s != nil {
+		s.gotEnd = true
+		s.wake()
+	}
+}
+
+func (t *tunnelEvents) StreamReset(id uint32, code http2.ErrCode, refused bool) {
+	s := t.streams[id]
+	if s == nil {
+		return
+	}
+	var err error = http2.StreamError{StreamID: id, Code: code}
+	if refused {
+		err = errRefused
+	}
+	s.wasReset(code, err)
+}
+
+func (t *tunnelEvents) StreamWritable(id uint32) {
+	if s := t.streams[id]; s != nil {
+		s.wake()
+	}
+}
+
+func (t *tunnelEvents) PeerSettings(maxStreams uint32) {
+	t.settle.Stop()
+	t.owner.peerLimit((*tunnel)(t), maxStreams)
+}
+
+func (t *tunnelEvents) PeerGoAway(http2.ErrCode) { t.owner.noNewStreams((*tunnel)(t)) }
