@@ -1,0 +1,130 @@
+package telemetry
+
+import (
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"ztun.dev/ztun/internal/workload"
+)
+
+// A Direction is relative to the workload that this node serves.
+type Direction uint8
+
+// The directions.
+const (
+	Outbound Direction = iota
+	Inbound
+)
+
+func (d Direction) String() string {
+	if d == Inbound {
+		return "inbound"
+	}
+	return "outbound"
+}
+
+// A Protocol is what carries the connection between the nodes.
+type Protocol uint8
+
+// The protocols.
+const (
+	TCP Protocol = iota
+	HBONE
+)
+
+func (p Protocol) String() string {
+	if p == HBONE {
+		return "HBONE"
+	}
+	return "TCP"
+}
+
+// Facts are what is known of a connection when it opens. Unknown ones are zero.
+type Facts struct {
+	Direction    Direction
+	Protocol     Protocol
+	Src          netip.AddrPort // who opened it
+	Dst          netip.AddrPort // outbound: the next hop; inbound HBONE: the pod's address and port 15008; else the original destination
+	OriginalDst  netip.AddrPort // as the application addressed it
+	HBONEAddr    string         // the authority of the CONNECT
+	Service      string         // hostname of the destination service
+	Source       *workload.Workload
+	Destination  *workload.Workload
+	SrcIdentity  workload.Identity // proven, or our own
+	DstIdentity  workload.Identity // proven, or our own
+	EarlyFailure bool              // the flow failed before anything was decided: a short line
+}
+
+// A Conn is the record of one connection.
+type Conn struct {
+	ID    uint64
+	Start time.Time
+	Facts
+
+	// Counted by whoever moves the bytes, when they were written. Received flowed from the side that opened the connection,
+	// Sent to it.
+	Received, Sent atomic.Uint64
+
+	rec      *Recorder
+	mu       sync.Mutex // guards below
+	close    func(cause error)
+	cause    error // of a Close before there was a closer, or of the one in progress
+	finished bool
+}
+
+// SetCloser says how the connection is ended before its time, in place of the closer before: first the end of its set-up, then
+// the reset of both sides. If Close was called before, f runs at once. f may be called from any goroutine, once.
+func (c *Conn) SetCloser(f func(cause error)) {
+	c.mu.Lock()
+	c.close = f
+	cause := c.cause
+	if cause != nil {
+		c.close = nil
+	}
+	c.mu.Unlock()
+	if cause != nil && f != nil {
+		f(cause)
+	}
+}
+
+// Close ends the connection before its time; cause is what its line says. It does not wait.
+func (c *Conn) Close(cause error) {
+	c.mu.Lock()
+	if c.finished || c.cause != nil {
+		c.mu.Unlock()
+		return
+	}
+	c.cause = cause
+	f := c.close
+	c.close = nil
+	c.mu.Unlock()
+	if f != nil {
+		f(cause)
+	}
+}
+
+// Cause is why Close was called, or nil.
+func (c *Conn) Cause() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.cause
+}
+
+// Finish ends the record: its line is written. err is nil for a connection that ended by itself; the cause of a Close wins.
+// Only the first call counts.
+func (c *Conn) Finish(err error) {
+	c.mu.Lock()
+	if c.finished {
+		c.mu.Unlock()
+		return
+	}
+	c.finished = true
+	c.close = nil
+	if c.cause != nil {
+		err = c.cause
+	}
+	c.mu.Unlock()
+	c.rec.finish(c, err)
+}
