@@ -56,4 +56,6 @@ type Config struct {
 
 	tunPath string // "" means /dev/net/tun
 	noBPF   bool   // as if the kernel had refused the program
+
+	noForceForwarding bool // as if the kernel were older than 6.17
 }

@@ -162,14 +162,14 @@ func addrStrings(addrs []netip.Addr) (list []string) {
 
 func TestNetnsUnenrolLeavesNothing(t *testing.T) {
 	t.Parallel()
-	for _, noBPF := range []bool{false, true} {
+	for _, old := range []bool{false, true} { // a kernel without BPF and force_forwarding
 		for _, ipv6 := range []bool{true, false} {
-			t.Run(fmt.Sprintf("nft=%v/ipv6=%v", noBPF, ipv6), func(t *testing.T) {
+			t.Run(fmt.Sprintf("old=%v/ipv6=%v", old, ipv6), func(t *testing.T) {
 				t.Parallel()
 				l := newLab(t, ipv6)
 				before := dump(t, l.pod)
 				cfg := testConfig(l.pod)
-				cfg.noBPF, cfg.StateDir = noBPF, t.TempDir()
+				cfg.noBPF, cfg.noForceForwarding, cfg.StateDir = old, old, t.TempDir()
 				k := open(t, cfg)
 				if got := k.HasIPv6(); got != ipv6 {
 					t.Errorf("HasIPv6 = %v, want %v", got, ipv6)
@@ -693,5 +693,125 @@ func BenchmarkNetnsSocket(b *testing.B) {
 			b.Fatal(err)
 		}
 		_ = unix.Close(fd)
+	}
+}
+
+func TestNetnsCapturesEveryInterface(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, true)
+	must(t, l.pod.Do(func() error { // eth1 has the larger MTU and no default route, down is not up
+		for _, name := range []string{"eth1", "down"} {
+			link := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name, MTU: 9000}, PeerName: name + "-peer", PeerNamespace: netlink.NsFd(l.remote.File().Fd())}
+			if err := netlink.LinkAdd(link); err != nil {
+				return err
+			}
+			if name == "down" {
+				continue
+			}
+			addr, err := netlink.ParseAddr("10.78.0.10/24")
+			if err != nil {
+				return err
+			}
+			if err := errors.Join(netlink.AddrAdd(link, addr), netlink.LinkSetUp(link)); err != nil {
+				return err
+			}
+		}
+		return nil
+	}))
+	k := open(t, testConfig(l.pod))
+	if mtu, err := k.MTU(); mtu != 9000 || err != nil {
+		t.Errorf("MTU = %d, %v, want the larger one", mtu, err)
+	}
+	if i := k.Interfaces(); len(i) != 2 || i[0].Name != "eth0" || i[1].Name != "eth1" {
+		t.Errorf("Interfaces = %+v, want eth0, which has the default route, and eth1", i)
+	}
+	var got []string
+	for _, r := range rulesOf(t, l.pod, unix.AF_INET) {
+		if strings.HasPrefix(r, "pref 1020 ") {
+			got = append(got, r)
+		}
+	}
+	slices.Sort(got)
+	if diff := cmp.Diff([]string{ // each address on each interface: the kernel would answer there
+		"pref 1020 to 10.77.0.10/32 iif eth0 ipproto 6 lookup 1337 protocol 133",
+		"pref 1020 to 10.77.0.10/32 iif eth1 ipproto 6 lookup 1337 protocol 133",
+		"pref 1020 to 10.78.0.10/32 iif eth0 ipproto 6 lookup 1337 protocol 133",
+		"pref 1020 to 10.78.0.10/32 iif eth1 ipproto 6 lookup 1337 protocol 133",
+	}, got); diff != "" {
+		t.Errorf("inbound rules (-want +got):\n%s", diff)
+	}
+}
+
+// An inode number is used again: a file without anything in the netns that would belong to it is of another netns.
+func TestNetnsStaleStateIsNotUsed(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, true)
+	cfg := testConfig(l.pod)
+	cfg.StateDir = t.TempDir()
+	stale := &state{UID: "old", Sysctls: []sysctl{{"net/ipv4/tcp_early_demux", "0"}, {"net/ipv4/conf/eth0/forwarding", "1"}}}
+	must(t, stale.save(statePath(&cfg)))
+	before := dump(t, l.pod)
+	k := open(t, cfg)
+	kept, err := loadState(statePath(&cfg))
+	must(t, err)
+	if kept.UID != cfg.UID || !slices.Contains(kept.Sysctls, sysctl{"net/ipv4/tcp_early_demux", "1"}) {
+		t.Errorf("kept %+v, want the values of this netns", kept)
+	}
+	must(t, k.Unenrol(t.Context()))
+	if diff := cmp.Diff(strings.Split(before, "\n"), strings.Split(dump(t, l.pod), "\n")); diff != "" {
+		t.Errorf("after Unenrol (-before +after):\n%s", diff)
+	}
+}
+
+func TestNetnsReadAndWriteDoNotAllocate(t *testing.T) {
+	l := newLab(t, true)
+	k := open(t, testConfig(l.pod))
+	in, sizes := [][]byte{make([]byte, Headroom+MaxPacket)}, make([]int, 1)
+	out := make([]byte, Headroom+28) // UDP without ports that anybody listens on
+	copy(out[Headroom:], []byte{0x45, 0, 0, 28, 0, 0, 0, 0, 64, unix.IPPROTO_UDP, 0, 0, 10, 77, 0, 99, 10, 77, 0, 10})
+	bufs := [][]byte{out}
+	n := testing.AllocsPerRun(100, func() {
+		if n, err := k.Write(bufs, Headroom); n != 1 || err != nil {
+			t.Fatalf("Write = %d, %v", n, err)
+		}
+		if _, err := k.Read(in, sizes, Headroom); err != nil && !errors.Is(err, ErrAgain) {
+			t.Fatal(err)
+		}
+	})
+	if n != 0 {
+		t.Errorf("Write and Read allocate %v times, want 0", n)
+	}
+}
+
+func TestNetnsLongPacketsAreDroppedAndCounted(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, true)
+	k := open(t, testConfig(l.pod))
+	if _, err := connect(t, l.pod, netip.AddrPortFrom(remote4, 8080), 0, 50); !errors.Is(err, unix.EINPROGRESS) {
+		t.Fatalf("connect: %v, want a timeout: nobody reads the device", err)
+	}
+	if _, err := k.Read([][]byte{make([]byte, Headroom+30)}, make([]int, 1), Headroom); !errors.Is(err, ErrAgain) {
+		t.Errorf("Read of a SYN into 30 bytes: %v, want ErrAgain", err)
+	}
+	if d := k.Drops(); d.TooLong == 0 || d.Full != 0 {
+		t.Errorf("Drops = %+v, want the SYN", d)
+	}
+}
+
+func TestIsCut(t *testing.T) {
+	t.Parallel()
+	v4, v6 := make([]byte, 40), make([]byte, 60)
+	v4[0], v4[3], v6[0], v6[5] = 0x45, 40, 0x60, 20
+	for name, tt := range map[string]struct {
+		pkt  []byte
+		want bool
+	}{
+		"IPv4 complete": {v4, false}, "IPv4 cut": {v4[:39], true},
+		"IPv6 complete": {v6, false}, "IPv6 cut": {v6[:59], true},
+		"less than a header": {v4[:19], true}, "nothing": {nil, true},
+	} {
+		if got := isCut(tt.pkt); got != tt.want {
+			t.Errorf("%s: isCut = %v, want %v", name, got, tt.want)
+		}
 	}
 }

@@ -124,7 +124,7 @@ func (s *setup) sysctls() (shared, own []sysctl) {
 		own = append(own,
 			sysctl{v6 + dev + "/disable_ipv6", "0"}, // conf/default may say otherwise
 			sysctl{v6 + dev + "/ignore_routes_with_linkdown", "1"})
-		if s.proc.exists(v6 + "lo/force_forwarding") { // Linux 6.17
+		if s.proc.exists(v6+"lo/force_forwarding") && !s.cfg.noForceForwarding { // Linux 6.17
 			for _, i := range s.ifaces {
 				shared = append(shared, sysctl{v6 + i.Name + "/force_forwarding", "1"})
 			}

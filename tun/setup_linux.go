@@ -1,0 +1,99 @@
+package tun
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// A setup is one run of Open, Unenrol or Remove. All its methods run on a thread in the netns.
+type setup struct {
+	cfg  Config
+	log  *slog.Logger
+	h    *netlink.Handle
+	proc *procfs
+	undo undo
+
+	// what was found
+	link         netlink.Link // the device; nil until it exists
+	loopback     int          // index
+	linkNames    []string     // all but the device
+	ifaces       []Interface  // captured
+	ordered      bool         // the one with the default route is first
+	addrs        []netip.Addr // of the pod
+	families     []int        // AF_INET, AF_INET6: those that the pod has an address of
+	src          map[int]netip.Addr
+	mtu          int
+	leftovers    bool // an earlier start has set up something
+	clsactBefore []string
+
+	// what was done
+	fd       int
+	adopted  bool
+	state    *state
+	before   []sysctl
+	markedBy string
+}
+
+func (s *setup) has(family int) bool { return slices.Contains(s.families, family) }
+
+// connect opens what every step needs.
+func (s *setup) connect() (closeAll func(), err error) {
+	if s.h, err = netlink.NewHandle(unix.NETLINK_ROUTE); err != nil {
+		return nil, fmt.Errorf("netlink: %w", err)
+	}
+	if s.proc, err = openProcfs(); err != nil {
+		s.h.Close()
+		return nil, err
+	}
+	return func() { s.proc.close(); s.h.Close() }, nil
+}
+
+// run does all of Open. The order is such that at every moment packets go where they went before, or where they should,
+// or nowhere.
+func (s *setup) run(ctx context.Context) (err error) {
+	closeAll, err := s.connect()
+	if err != nil {
+		return err
+	}
+	defer closeAll()
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, s.undo.run())
+		}
+	}()
+	steps := []func() error{s.inspect, s.openDevice, s.keepState, s.configureDevice, s.setSysctls, s.setMark}
+	steps = append(steps, s.eachFamily(s.setRoutes), s.eachFamily(s.setRules))
+	for _, step := range append(steps, func() error { return s.selfCheck(ctx) }) {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		if err := step(); err != nil {
+			return err
+		}
+	}
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	if !s.has(unix.AF_INET6) {
+		s.log.Info("IPv6 is not captured: the pod has no IPv6 address")
+	}
+	return nil
+}
+
+func (s *setup) eachFamily(f func(family int) error) func() error {
+	return func() error {
+		for _, family := range s.families {
+			if err := f(family); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+}
