@@ -54,18 +54,20 @@ func requireAccepted(cfg *tls.Config, accept []workload.Identity) *tls.Config {
 	return cfg
 }
 
-// noteCertificate returns a copy of cfg that stores the leaf which a handshake of it presents.
+// noteCertificate returns a copy of cfg for one handshake, which stores the leaf that it presents.
 func noteCertificate(cfg *tls.Config, leaf **x509.Certificate) *tls.Config {
 	cfg = cfg.Clone()
-	get := cfg.GetCertificate
+	get, certs := cfg.GetCertificate, cfg.Certificates
+	cfg.Certificates = nil // they would go before GetCertificate where there is no SNI
 	cfg.GetCertificate = func(hello *tls.ClientHelloInfo) (*tls.Certificate, error) {
 		var cert *tls.Certificate
 		var err error
 		switch {
 		case get != nil:
 			cert, err = get(hello)
-		case len(cfg.Certificates) > 0:
-			cert = &cfg.Certificates[0]
+		case len(certs) > 0:
+			i := max(0, slices.IndexFunc(certs, func(c tls.Certificate) bool { return hello.SupportsCertificate(&c) == nil }))
+			cert = &certs[i]
 		}
 		if err != nil || cert == nil {
 			return cert, err
