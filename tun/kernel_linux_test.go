@@ -680,22 +680,6 @@ func TestNetnsDoComesBack(t *testing.T) {
 	}
 }
 
-func BenchmarkNetnsSocket(b *testing.B) {
-	if os.Geteuid() != 0 {
-		b.Skip("needs root")
-	}
-	t := new(testing.T)
-	ns := newNetns(t)
-	defer ns.Close()
-	for b.Loop() {
-		fd, err := ns.Socket(unix.AF_INET, unix.SOCK_STREAM, 0)
-		if err != nil {
-			b.Fatal(err)
-		}
-		_ = unix.Close(fd)
-	}
-}
-
 func TestNetnsCapturesEveryInterface(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, true)

@@ -39,7 +39,7 @@ func testConfig(ns *Netns) Config {
 type lab struct{ pod, remote *Netns }
 
 // newLab makes a lab of anonymous namespaces, which are gone with their last descriptor.
-func newLab(t *testing.T, ipv6 bool) *lab {
+func newLab(t testing.TB, ipv6 bool) *lab {
 	t.Helper()
 	needPrivilege(t)
 	l := &lab{pod: newNetns(t), remote: newNetns(t)}
@@ -114,7 +114,7 @@ func newLab(t *testing.T, ipv6 bool) *lab {
 	return l
 }
 
-func needPrivilege(t *testing.T) {
+func needPrivilege(t testing.TB) {
 	t.Helper()
 	if os.Geteuid() == 0 {
 		if _, err := os.Stat(defaultTunPath); err == nil {
@@ -128,7 +128,7 @@ func needPrivilege(t *testing.T) {
 }
 
 // newNetns makes a namespace. The thread that made it ends with the goroutine, which stays locked to it.
-func newNetns(t *testing.T) *Netns {
+func newNetns(t testing.TB) *Netns {
 	t.Helper()
 	type result struct {
 		ns  *Netns
@@ -150,7 +150,7 @@ func newNetns(t *testing.T) *Netns {
 	return r.ns
 }
 
-func must(t *testing.T, err error) {
+func must(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
@@ -158,7 +158,7 @@ func must(t *testing.T, err error) {
 }
 
 // waitFor polls with a bound, for events that the kernel announces to nobody.
-func waitFor(t *testing.T, what string, f func() bool) {
+func waitFor(t testing.TB, what string, f func() bool) {
 	t.Helper()
 	for range 500 {
 		if f() {
