@@ -37,6 +37,8 @@ type dispatcher struct{ stack.NetworkDispatcher }
 var (
 	_ stack.LinkEndpoint = (*link)(nil)
 	_ stack.GSOEndpoint  = (*link)(nil)
+
+	_ stack.QueueingDiscipline = (*link)(nil)
 )
 
 func newLink(dev tun.Device, mtu int, count *counters) *link {
@@ -77,8 +79,14 @@ func (l *link) deliver(v6 bool, hdr, rest []byte, view *buffer.View) {
 	pkt.DecRef()
 }
 
-// WritePackets implements stack.LinkWriter: it writes each packet with one system call, straight from its buffers. What the
-// device does not take is dropped, as on any link.
+// WritePacket implements stack.QueueingDiscipline: it writes the packet with one system call, straight from its buffers. What the
+// device does not take is dropped, as on any link. The netstack's own discipline would allocate a list for each packet.
+func (l *link) WritePacket(pkt *stack.PacketBuffer) tcpip.Error {
+	l.writePacket(pkt)
+	return nil
+}
+
+// WritePackets implements stack.LinkWriter.
 func (l *link) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error) {
 	for _, pkt := range pkts.AsSlice() {
 		l.writePacket(pkt)

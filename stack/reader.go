@@ -170,9 +170,14 @@ func (rd *reader) readSplit() (cost int, err error) {
 	if err != nil {
 		return 0, err
 	}
+	return rd.split(hdr, body, n), nil
+}
+
+// split receives a packet of which n bytes, vnet header included, were read into hdr and then body.
+func (rd *reader) split(hdr, body []byte, n int) (cost int) {
 	if n <= headroom {
 		rd.s.count.drop(DropMalformed)
-		return packetCost, nil
+		return packetCost
 	}
 	total := n - headroom
 	hdr, body = hdr[headroom:min(n, len(hdr))], body[:max(0, n-len(hdr))]
@@ -180,7 +185,7 @@ func (rd *reader) readSplit() (cost int, err error) {
 		rd.large = true
 		if at := rd.splitAt(hdr, body); at > 0 {
 			rd.handOver(hdr, len(body), at)
-			return total, nil
+			return total
 		}
 	} else {
 		rd.bulk = false
@@ -188,7 +193,7 @@ func (rd *reader) readSplit() (cost int, err error) {
 	b := rd.ref.Scratch()[:total]
 	copy(b[copy(b, hdr):], body)
 	rd.s.receive(rd.hdr[:headroom], b)
-	return max(packetCost, total), nil
+	return max(packetCost, total)
 }
 
 // splitAt returns the length of the headers of a TCP segment without IP options, or 0 for anything else.

@@ -100,7 +100,7 @@ func (s *Stack) configure() error {
 	s.fwd = tcp.NewForwarder(s.net, 0, 1<<30, s.serveHandshake)
 	s.net.SetTransportProtocolHandler(tcp.ProtocolNumber, s.unmatched)
 	s.net.SetTransportProtocolHandler(udp.ProtocolNumber, s.reassembled)
-	if err := s.net.CreateNIC(nicID, s.link); err != nil {
+	if err := s.net.CreateNICWithOptions(nicID, s.link, stack.NICOptions{QDisc: s.link}); err != nil {
 		return fmt.Errorf("stack: create the interface: %s", err)
 	}
 	if err := s.net.SetPromiscuousMode(nicID, true); err != nil { // accept packets for any address
