@@ -183,7 +183,7 @@ func (l *link) read(p, scratch []byte, limit int) (_ []byte, again bool, err err
 		if room < kept+maxRecord {
 			return p, false, nil
 		}
-		n, err := l.conn.TryRead(scratch[kept:min(room, kept+max(limit, maxRecord))])
+		n, err := l.conn.TryRead(scratch[kept:min(room, kept+max(start+limit-len(p), maxRecord))])
 		switch {
 		case errors.Is(err, loop.ErrAgain):
 			if !l.whole {

@@ -43,13 +43,17 @@ func requireAccepted(cfg *tls.Config, accept []workload.Identity) *tls.Config {
 	cfg = cfg.Clone()
 	verify := cfg.VerifyConnection
 	cfg.VerifyConnection = func(cs tls.ConnectionState) error {
-		if _, err := accepted(cs, accept); err != nil {
+		_, err := accepted(cs, accept)
+		if verify == nil {
 			return err
 		}
-		if verify != nil {
-			return verify(cs)
+		if verr := verify(cs); verr != nil {
+			if err != nil {
+				return fmt.Errorf("%w: %w", ErrUnknownPeer, verr) // its words say more
+			}
+			return verr
 		}
-		return nil
+		return err
 	}
 	return cfg
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
+	"slices"
 	"time"
 
 	"golang.org/x/net/http2"
@@ -99,7 +100,7 @@ func (t *tunnel) Turn(budget int) (more bool) {
 	if t.err == nil {
 		plain, more = t.receive(budget)
 	}
-	if t.ref.RunChildren(budget) {
+	if t.runRelays(budget) {
 		more = true
 	}
 	t.keepLent()
@@ -133,6 +134,19 @@ func (t *tunnel) receive(budget int) (plain []byte, more bool) {
 		return plain, false
 	}
 	return plain, !again
+}
+
+// runRelays lets the relays move what arrived and what is to be sent. What arrived is a turn's worth, of however few streams:
+// relays that get only a share of the budget go on while it saves a copy.
+func (t *tunnel) runRelays(budget int) (more bool) {
+	const rounds = 8
+	for range rounds {
+		more = t.ref.RunChildren(budget)
+		if !more || !slices.ContainsFunc(t.lent, func(s *stream) bool { return s.ref != nil && !s.queue.empty() }) {
+			break
+		}
+	}
+	return more
 }
 
 // transmit seals and sends until there is nothing left, or the socket takes no more. Streams that found no room are woken

@@ -1,0 +1,492 @@
+//go:build linux
+
+package hbone
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"io"
+	"net"
+	"net/netip"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/internal/workload"
+)
+
+// A sockConn is a kernel socket as a loop.Conn, as small as tests need it.
+type sockConn struct {
+	fd            int
+	ref           *loop.Ref
+	readable      bool
+	writable      bool
+	closed        bool
+	local, remote netip.AddrPort
+}
+
+// newSock moves a TCP connection out of the runtime's poller.
+func newSock(t testing.TB, c net.Conn) *sockConn {
+	t.Helper()
+	tc, _ := c.(*net.TCPConn)
+	f, err := tc.File()
+	if err != nil {
+		t.Fatal(err)
+	}
+	fd, err := unix.Dup(int(f.Fd()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = f.Close()
+	_ = tc.Close()
+	if err := unix.SetNonblock(fd, true); err != nil {
+		t.Fatal(err)
+	}
+	addr := func(a net.Addr) netip.AddrPort { return netip.MustParseAddrPort(a.String()) }
+	return &sockConn{fd: fd, readable: true, writable: true, local: addr(c.LocalAddr()), remote: addr(c.RemoteAddr())}
+}
+
+// tcpPair returns the ends of a TCP connection on the loopback interface.
+func tcpPair(t testing.TB) (net.Conn, net.Conn) {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0") //nolint:noctx // at once
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = ln.Close() }()
+	a, err := net.Dial("tcp", ln.Addr().String()) //nolint:noctx // at once
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := ln.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return a, b
+}
+
+func sockPair(t testing.TB) (*sockConn, *sockConn) {
+	a, b := tcpPair(t)
+	return newSock(t, a), newSock(t, b)
+}
+
+func (c *sockConn) TryRead(p []byte) (int, error) {
+	if !c.readable {
+		return 0, loop.ErrAgain
+	}
+	n, err := unix.Read(c.fd, p)
+	switch {
+	case errors.Is(err, unix.EAGAIN):
+		c.readable = false
+		return 0, loop.ErrAgain
+	case err != nil:
+		return 0, loop.ErrReset
+	case n == 0:
+		return 0, io.EOF
+	}
+	return n, nil
+}
+
+func (c *sockConn) TryWrite(p []byte) (int, error) {
+	if !c.writable {
+		return 0, loop.ErrAgain
+	}
+	n, err := unix.SendmsgN(c.fd, p, nil, nil, unix.MSG_NOSIGNAL)
+	if errors.Is(err, unix.EAGAIN) {
+		c.writable = false
+		return 0, loop.ErrAgain
+	}
+	if err != nil {
+		return 0, loop.ErrReset
+	}
+	return n, nil
+}
+
+func (c *sockConn) Attach(r *loop.Ref) error {
+	if c.ref != nil {
+		c.ref.Unwatch(c.fd)
+	}
+	c.ref = r
+	c.readable, c.writable = true, true
+	if r == nil {
+		return nil
+	}
+	r.WakeLocal()
+	return r.Watch(c.fd, func(ev loop.Events) {
+		if ev&^loop.Writable != 0 {
+			c.readable = true
+		}
+		if ev&^(loop.Readable|loop.PeerClosed) != 0 {
+			c.writable = true
+		}
+		r.WakeLocal()
+	})
+}
+
+func (c *sockConn) CloseWrite() error { return unix.Shutdown(c.fd, unix.SHUT_WR) }
+
+func (c *sockConn) Reset() error {
+	_ = unix.SetsockoptLinger(c.fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
+	return c.Close()
+}
+
+func (c *sockConn) Close() error {
+	if c.closed {
+		return nil
+	}
+	c.closed = true
+	if c.ref != nil && !c.ref.Removed() {
+		c.ref.Unwatch(c.fd)
+	}
+	return unix.Close(c.fd)
+}
+
+func (c *sockConn) LocalAddr() netip.AddrPort  { return c.local }
+func (c *sockConn) RemoteAddr() netip.AddrPort { return c.remote }
+
+// A threadMesh is a pool and a server on event loops with kernel sockets between them.
+type threadMesh struct {
+	group  *loop.Group
+	pool   *Pool
+	server *Server
+	target Target
+}
+
+func newThreadMesh(t testing.TB, h Handler) *threadMesh {
+	t.Helper()
+	g, err := loop.New(loop.Config{Loops: 2, Now: time.Now})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- g.Run(ctx) }()
+	p := newPKI(t)
+	tm := &threadMesh{group: g, target: Target{NextHop: serverAddr, Authority: "10.0.1.5:80", Accept: []workload.Identity{server1}}}
+	if tm.server, err = NewServer(ServerConfig{Group: g, TLS: serverFrom(p.serverTLS(server1.String())), Handler: h}); err != nil {
+		t.Fatal(err)
+	}
+	dial := dialFunc(func(context.Context, netip.AddrPort) (loop.Conn, error) {
+		a, b := sockPair(t)
+		tm.server.Serve(b)
+		return a, nil
+	})
+	if tm.pool, err = NewPool(PoolConfig{Group: g, TLS: clientFrom(p.clientTLS(client1.String())), Dialer: dial}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		gone, stop := context.WithCancel(context.Background())
+		stop()
+		_ = tm.pool.Close(gone)
+		_ = tm.server.Close(gone)
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	return tm
+}
+
+func (tm *threadMesh) open(t testing.TB) Stream {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	s, err := tm.pool.Open(ctx, tm.target)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// TestTunnelThreads moves megabytes both ways on several streams at once, over TLS and kernel sockets.
+func TestTunnelThreads(t *testing.T) {
+	tm := newThreadMesh(t, handlerFunc(echoHandler))
+	const streams, size = 5, 6 << 20
+	want := pattern(size)
+	done := make(chan *exchange, streams)
+	for range streams {
+		x := &exchange{s: tm.open(t), left: want}
+		x.done = func() { done <- x }
+		x.s.Ref().Post(x.start)
+	}
+	limit := time.After(30 * time.Second)
+	for range streams {
+		select {
+		case x := <-done:
+			if x.err != io.EOF || string(x.got) != string(want) { //nolint:errorlint // io.EOF is passed on as it is
+				t.Errorf("%d bytes came back, then %v; want the %d that were sent, and the end", len(x.got), x.err, size)
+			}
+		case <-limit:
+			t.Fatal("stuck")
+		}
+	}
+	if st := tm.pool.Stats(); st.Tunnels != 1 {
+		t.Errorf("%+v; want one tunnel", st)
+	}
+}
+
+// A source gives bytes for as long as it is on, and a drain takes them: the Conns of applications that cost nothing.
+type source struct {
+	loop.Conn
+	left int
+}
+
+func (s *source) TryRead(p []byte) (int, error) {
+	if s.left == 0 {
+		return 0, io.EOF
+	}
+	n := min(len(p), s.left)
+	s.left -= n
+	return n, nil
+}
+
+type drain struct {
+	loop.Conn
+	got *atomic.Int64
+}
+
+func (d drain) TryWrite(p []byte) (int, error) {
+	d.got.Add(int64(len(p)))
+	return len(p), nil
+}
+
+func (d drain) TryWritev(bufs [][]byte) (int, error) {
+	n := 0
+	for _, b := range bufs {
+		n += len(b)
+	}
+	d.got.Add(int64(n))
+	return n, nil
+}
+
+func (d drain) TryReadv([][]byte) (int, error) { return 0, loop.ErrAgain }
+
+// drainInto relays a stream to a drain.
+func drainInto(s Stream, got *atomic.Int64, done func()) {
+	d := drain{got: got}
+	s.Ref().Child(func(r *loop.Ref) loop.Task {
+		_ = s.Attach(r)
+		return turnFunc(func(budget int) bool {
+			_, err := s.(loop.Sender).TryWriteTo(d, budget)
+			if err == nil {
+				return true // only ErrAgain says that a wake will come
+			}
+			if !errors.Is(err, loop.ErrAgain) {
+				_ = s.Close()
+				r.Remove()
+				done()
+			}
+			return false
+		})
+	})
+}
+
+// fillFrom relays n bytes to a stream and ends it.
+func fillFrom(s Stream, n int) {
+	src := &source{left: n}
+	s.Ref().Child(func(r *loop.Ref) loop.Task {
+		_ = s.Attach(r)
+		return turnFunc(func(budget int) bool {
+			var se *SourceError
+			for moved := 0; moved < budget; {
+				n, err := s.(Receiver).TryReadFrom(src, budget-moved)
+				moved += n
+				if errors.As(err, &se) {
+					_ = s.CloseWrite()
+					r.Remove()
+					return false
+				}
+				if err != nil {
+					return false
+				}
+			}
+			return true
+		})
+	})
+}
+
+// BenchmarkTunnel is bulk from one stream end to the other, on two loops: over TLS, without, and the TLS link without HTTP/2.
+func BenchmarkTunnel(b *testing.B) {
+	const size = 64 << 20
+	for _, streams := range []int{1, 8} {
+		b.Run("over=tls/streams="+string(rune('0'+streams)), func(b *testing.B) {
+			var got atomic.Int64
+			done := make(chan struct{}, streams)
+			tm := newThreadMesh(b, handlerFunc(func(_ context.Context, r *Request) {
+				_ = r.Accept(Headers{}, func(s Stream) { drainInto(s, &got, func() { done <- struct{}{} }) })
+			}))
+			b.SetBytes(size)
+			for b.Loop() {
+				for range streams {
+					s := tm.open(b)
+					s.Ref().Post(func() { fillFrom(s, size/streams) })
+				}
+				for range streams {
+					<-done
+				}
+			}
+			if got.Load() < size {
+				b.Errorf("%d bytes arrived", got.Load())
+			}
+		})
+	}
+	b.Run("over=tcp/streams=1", func(b *testing.B) {
+		benchPlain(b, size)
+	})
+	b.Run("over=link", func(b *testing.B) {
+		benchLink(b, size)
+	})
+}
+
+// ownerFunc is an owner that takes streams.
+type ownerFunc func(t *tunnel, s *stream)
+
+func (f ownerFunc) request(t *tunnel, s *stream, _ string, _ Headers) { f(t, s) }
+func (f ownerFunc) peerLimit(*tunnel, uint32)                         {}
+func (f ownerFunc) noNewStreams(*tunnel)                              {}
+func (f ownerFunc) released(*tunnel)                                  {}
+func (f ownerFunc) gone(*tunnel, error)                               {}
+
+func runGroup(b testing.TB) *loop.Group {
+	b.Helper()
+	g, err := loop.New(loop.Config{Loops: 2, Now: time.Now})
+	if err != nil {
+		b.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- g.Run(ctx) }()
+	b.Cleanup(func() {
+		cancel()
+		<-ended
+	})
+	return g
+}
+
+func benchPlain(b *testing.B, size int) {
+	g := runGroup(b)
+	var got atomic.Int64
+	done := make(chan struct{}, 1)
+	a, c := sockPair(b)
+	server := ownerFunc(func(t *tunnel, s *stream) {
+		_ = t.eng.Respond(s.id, 200, Headers{}, false)
+		s.answered = true
+		drainInto(s, &got, func() { done <- struct{}{} })
+	})
+	var client, srv *tunnel
+	ready := make(chan struct{}, 2)
+	bufs := new(buffers)
+	startTunnel(tunnelConfig{group: g, link: &link{conn: c, buffers: bufs}, server: true, owner: server, buffers: bufs, settle: time.Hour},
+		func(t *tunnel) { srv = t; ready <- struct{}{} })
+	startTunnel(tunnelConfig{group: g, link: &link{conn: a, buffers: bufs}, owner: server, buffers: bufs, settle: time.Hour},
+		func(t *tunnel) { client = t; ready <- struct{}{} })
+	<-ready
+	<-ready
+	b.SetBytes(int64(size))
+	for b.Loop() {
+		o := &opening{authority: "a:1"}
+		o.done = func() { fillFrom(o.s, size) }
+		client.open(o)
+		<-done
+	}
+	srv.ref.Post(func() { srv.die(errTunnelClosed) })
+}
+
+// benchLink is the ceiling: what the TLS link moves in batches of the size that a tunnel has, without HTTP/2.
+func benchLink(b *testing.B, size int) {
+	g := runGroup(b)
+	p := newPKI(b)
+	a, c := sockPair(b)
+	links := make(chan *link, 1)
+	ctx := context.Background()
+	go func() {
+		l, err := handshake(ctx, g, c, p.serverTLS(server1.String()), true)
+		if err != nil {
+			b.Error(err)
+		}
+		links <- l
+	}()
+	tx, err := handshake(ctx, g, a, p.clientTLS(client1.String()), false)
+	if err != nil {
+		b.Fatal(err)
+	}
+	rx := <-links
+	tx.buffers, rx.buffers = new(buffers), new(buffers)
+	done := make(chan struct{}, 1)
+	left := 0
+	got := 0
+	plain := make([]byte, bufferSize)
+	text := make([]byte, 128<<10)
+	txRef := g.Add(func(r *loop.Ref) loop.Task {
+		_ = tx.conn.Attach(r)
+		return turnFunc(func(int) bool {
+			if ok, _ := tx.flush(); !ok || left == 0 {
+				return false
+			}
+			_ = tx.send(text, r.Scratch())
+			left -= len(text)
+			return true
+		})
+	})
+	rxRef := g.Add(func(r *loop.Ref) loop.Task {
+		_ = rx.conn.Attach(r)
+		return turnFunc(func(budget int) bool {
+			p, again, _ := rx.read(plain[:0], r.Scratch(), budget)
+			if got += len(p); got >= size {
+				got -= size
+				done <- struct{}{}
+			}
+			return !again
+		})
+	})
+	b.SetBytes(int64(size))
+	for b.Loop() {
+		txRef.Post(func() { left = size; txRef.WakeLocal() })
+		<-done
+	}
+	txRef.Post(func() { _ = tx.conn.Close(); txRef.Remove() })
+	rxRef.Post(func() { _ = rx.conn.Close(); rxRef.Remove() })
+}
+
+// BenchmarkRawTLS is crypto/tls between two goroutines, for comparison.
+func BenchmarkRawTLS(b *testing.B) {
+	const size = 64 << 20
+	p := newPKI(b)
+	a, c := tcpPair(b)
+	ctls, stls := p.clientTLS(client1.String()), p.serverTLS(server1.String())
+	var tc, ts net.Conn = tls.Client(a, ctls), tls.Server(c, stls)
+	done := make(chan struct{})
+	finished := make(chan struct{})
+	go func() {
+		defer close(finished)
+		buf := make([]byte, 128<<10)
+		got := 0
+		for {
+			n, err := ts.Read(buf)
+			if err != nil {
+				return
+			}
+			if got += n; got >= size {
+				got -= size
+				done <- struct{}{}
+			}
+		}
+	}()
+	b.SetBytes(size)
+	text := make([]byte, 128<<10)
+	for b.Loop() {
+		for n := 0; n < size; n += len(text) {
+			if _, err := tc.Write(text); err != nil {
+				b.Fatal(err)
+			}
+		}
+		<-done
+	}
+	_ = tc.Close()
+	_ = ts.Close()
+	<-finished
+}
