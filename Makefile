@@ -1,0 +1,65 @@
+# ztun. `make` lists the targets; CI (.ci/run) calls the same ones.
+
+GO           ?= go
+GOLANGCI     := v2.15.0
+LOCK         := /tmp/ztun.netns.lock
+export CGO_ENABLED = 0
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: build
+build: ## bin/ztun, one static binary
+	$(GO) build -trimpath -o bin/ztun ./cmd/ztun
+
+.PHONY: demo
+demo: build ## two nodes in network namespaces, an application across them (as root, about 20 s)
+	bin/ztun demo
+
+.PHONY: test
+test: ## all tests; those in network namespaces need root and are skipped without it
+	flock $(LOCK) $(GO) test -p 2 -shuffle=on ./...
+
+.PHONY: race
+race: ## all tests with the race detector (needs gcc)
+	CGO_ENABLED=1 flock $(LOCK) $(GO) test -p 2 -race -shuffle=on ./...
+
+.PHONY: netns
+netns: ## the privileged tests, none skipped
+	ZTUN_REQUIRE_NETNS=1 flock $(LOCK) $(GO) test -p 1 -run Netns ./...
+
+FUZZTIME ?= 10s
+.PHONY: fuzz
+fuzz: ## each fuzz target for FUZZTIME (10s)
+	@set -e; for pkg in $$($(GO) list ./...); do \
+		for f in $$($(GO) test -list '^Fuzz' $$pkg | grep '^Fuzz' || true); do \
+			echo "$$pkg $$f"; $(GO) test -run '^$$' -fuzz "^$$f$$" -fuzztime $(FUZZTIME) $$pkg; \
+		done; \
+	done
+
+.PHONY: bench
+bench: ## every benchmark, into bench.txt for benchstat
+	$(GO) test -run '^$$' -bench . -benchmem -count 10 ./... | tee bench.txt
+
+bin/golangci-lint-$(GOLANGCI):
+	GOBIN=$(CURDIR)/bin $(GO) install github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(GOLANGCI)
+	mv bin/golangci-lint $@
+
+.PHONY: lint
+lint: bin/golangci-lint-$(GOLANGCI) ## golangci-lint, with the repository's .golangci.yml
+	bin/golangci-lint-$(GOLANGCI) run ./...
+
+.PHONY: fmt
+fmt: bin/golangci-lint-$(GOLANGCI) ## gofumpt and goimports
+	bin/golangci-lint-$(GOLANGCI) fmt ./...
+
+.PHONY: generate
+generate: ## the BPF programs anew (needs clang); the objects are committed
+	$(GO) generate ./tun/...
+
+.PHONY: clean
+clean: ## what make has made
+	rm -rf bin bench.txt

@@ -1,0 +1,178 @@
+package underlay
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+
+	"golang.org/x/sys/unix"
+
+	"ztun.dev/ztun/internal/loop"
+)
+
+// A Conn is a kernel TCP socket as a loop.Conn. It does not belong to Go's network poller: its readiness comes from the epoll
+// of the loop that it is attached to, and would otherwise wake two threads.
+type Conn struct {
+	fd     int
+	local  netip.AddrPort
+	remote netip.AddrPort
+	ref    *loop.Ref
+}
+
+var (
+	_ loop.Conn     = (*Conn)(nil)
+	_ loop.Vectored = (*Conn)(nil)
+)
+
+func newConn(fd int) (*Conn, error) {
+	local, err := unix.Getsockname(fd)
+	if err != nil {
+		return nil, fmt.Errorf("getsockname: %w", err)
+	}
+	remote, err := unix.Getpeername(fd)
+	if err != nil {
+		return nil, fmt.Errorf("getpeername: %w", err)
+	}
+	return &Conn{fd: fd, local: addrPort(local), remote: addrPort(remote)}, nil
+}
+
+// TryRead implements loop.Conn.
+func (c *Conn) TryRead(p []byte) (int, error) {
+	for {
+		n, err := unix.Read(c.fd, p)
+		if err == nil {
+			if n == 0 && len(p) > 0 {
+				return 0, io.EOF
+			}
+			return n, nil
+		}
+		if err != unix.EINTR {
+			return 0, connError(err)
+		}
+	}
+}
+
+// TryWrite implements loop.Conn.
+func (c *Conn) TryWrite(p []byte) (int, error) {
+	for {
+		n, err := unix.SendmsgN(c.fd, p, nil, nil, unix.MSG_NOSIGNAL)
+		if err == nil {
+			return n, nil
+		}
+		if err != unix.EINTR {
+			return 0, connError(err)
+		}
+	}
+}
+
+// TryReadv implements loop.Vectored.
+func (c *Conn) TryReadv(bufs [][]byte) (int, error) {
+	for {
+		n, err := unix.Readv(c.fd, bufs)
+		if err == nil {
+			if n == 0 {
+				return 0, io.EOF
+			}
+			return n, nil
+		}
+		if err != unix.EINTR {
+			return 0, connError(err)
+		}
+	}
+}
+
+// TryWritev implements loop.Vectored.
+func (c *Conn) TryWritev(bufs [][]byte) (int, error) {
+	for {
+		// Without MSG_NOSIGNAL: Go ignores SIGPIPE of descriptors other than 1 and 2.
+		n, err := unix.Writev(c.fd, bufs)
+		if err == nil {
+			return n, nil
+		}
+		if err != unix.EINTR {
+			return 0, connError(err)
+		}
+	}
+}
+
+// connError turns what a socket reports into what a loop.Conn reports.
+func connError(err error) error {
+	switch err { //nolint:errorlint // system calls return plain numbers
+	case unix.EAGAIN:
+		return loop.ErrAgain
+	case unix.ECONNRESET, unix.EPIPE, unix.ENOTCONN, unix.ECONNABORTED:
+		return loop.ErrReset
+	}
+	return err
+}
+
+// CloseWrite implements loop.Conn.
+func (c *Conn) CloseWrite() error {
+	if err := unix.Shutdown(c.fd, unix.SHUT_WR); err != nil {
+		return connError(err)
+	}
+	return nil
+}
+
+// Reset implements loop.Conn.
+func (c *Conn) Reset() error {
+	if c.fd < 0 {
+		return nil
+	}
+	// A linger time of 0 makes close send a reset.
+	err := unix.SetsockoptLinger(c.fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
+	return errors.Join(err, c.Close())
+}
+
+// Close implements loop.Conn.
+func (c *Conn) Close() error {
+	if c.fd < 0 {
+		return nil
+	}
+	err := c.Attach(nil)
+	fd := c.fd
+	c.fd = -1
+	return errors.Join(err, unix.Close(fd))
+}
+
+// Attach implements loop.Conn.
+func (c *Conn) Attach(r *loop.Ref) error {
+	if c.ref != nil {
+		c.ref.Unwatch(c.fd)
+		c.ref = nil
+	}
+	if r == nil {
+		return nil
+	}
+	if err := r.Watch(c.fd, func(loop.Events) { r.Wake() }); err != nil {
+		return fmt.Errorf("underlay: %w", err)
+	}
+	c.ref = r
+	r.Wake()
+	return nil
+}
+
+// LocalAddr implements loop.Conn.
+func (c *Conn) LocalAddr() netip.AddrPort { return c.local }
+
+// RemoteAddr implements loop.Conn.
+func (c *Conn) RemoteAddr() netip.AddrPort { return c.remote }
+
+// addrPort converts a socket address; unmapped.
+func addrPort(sa unix.Sockaddr) netip.AddrPort {
+	switch sa := sa.(type) {
+	case *unix.SockaddrInet4:
+		return netip.AddrPortFrom(netip.AddrFrom4(sa.Addr), uint16(sa.Port))
+	case *unix.SockaddrInet6:
+		return netip.AddrPortFrom(netip.AddrFrom16(sa.Addr).Unmap(), uint16(sa.Port))
+	}
+	return netip.AddrPort{}
+}
+
+func sockaddr(a netip.AddrPort) (domain int, sa unix.Sockaddr) {
+	if a.Addr().Is4() {
+		return unix.AF_INET, &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
+	}
+	return unix.AF_INET6, &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
+}

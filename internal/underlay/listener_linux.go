@@ -1,0 +1,145 @@
+package underlay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+
+	"golang.org/x/sys/unix"
+
+	"ztun.dev/ztun/internal/loop"
+)
+
+// backlog is the accept queue of a listener, ztunnel's; peers beyond it retry.
+const backlog = 1024
+
+// A Listener is a listening socket as a task: it accepts by system call, without a goroutine.
+type Listener struct {
+	u      *Underlay
+	fd     int
+	addr   netip.AddrPort
+	accept func(loop.Conn)
+	handle *loop.Ref // nil until Start
+
+	// Of the loop.
+	ref    *loop.Ref
+	paused *loop.Timer
+}
+
+// Listen binds and listens on addr, with our mark: what it accepts inherits it, so that replies are not captured. An
+// unspecified IPv6 address takes IPv4 as well. Accepting begins with Start.
+func (u *Underlay) Listen(addr netip.AddrPort) (*Listener, error) {
+	domain, sa := sockaddr(addr)
+	fd, err := u.cfg.Netns.Socket(domain, unix.SOCK_STREAM|unix.SOCK_NONBLOCK, unix.IPPROTO_TCP)
+	if err != nil {
+		return nil, err
+	}
+	if err := u.listen(fd, domain, sa); err != nil {
+		unix.Close(fd)
+		if errors.Is(err, unix.EADDRINUSE) {
+			return nil, fmt.Errorf("underlay: listen on %s in netns %s: %w; stop the process that holds the port (ss -ltnp in that namespace names it)", addr, u.cfg.Netns, err)
+		}
+		return nil, fmt.Errorf("underlay: listen on %s in netns %s: %w", addr, u.cfg.Netns, err)
+	}
+	return &Listener{u: u, fd: fd, addr: addr}, nil
+}
+
+func (u *Underlay) listen(fd, domain int, sa unix.Sockaddr) error {
+	type option struct {
+		level, opt, value int
+		name              string
+	}
+	options := []option{
+		{unix.SOL_SOCKET, unix.SO_MARK, int(u.cfg.Marks.Own), "SO_MARK"},
+		{unix.SOL_SOCKET, unix.SO_REUSEADDR, 1, "SO_REUSEADDR"},
+	}
+	if domain == unix.AF_INET6 {
+		options = append(options, option{unix.SOL_IPV6, unix.IPV6_V6ONLY, 0, "IPV6_V6ONLY"})
+	}
+	for _, o := range options {
+		if err := unix.SetsockoptInt(fd, o.level, o.opt, o.value); err != nil {
+			return fmt.Errorf("%s: %w", o.name, err)
+		}
+	}
+	if err := u.tune(fd); err != nil { // inherited by what is accepted
+		return err
+	}
+	if err := unix.Bind(fd, sa); err != nil {
+		return err
+	}
+	return unix.Listen(fd, backlog)
+}
+
+// Start accepts connections and gives each to accept, on a loop; accept must not block.
+func (l *Listener) Start(accept func(loop.Conn)) error {
+	l.accept = accept
+	ref := l.u.cfg.Group.Add(func(r *loop.Ref) loop.Task {
+		l.ref = r
+		if err := r.Watch(l.fd, func(loop.Events) { r.Wake() }); err != nil {
+			l.u.cfg.Log.Error("listener does not accept", "address", l.addr.String(), "error", err.Error())
+		}
+		return l
+	})
+	if ref == nil {
+		return loop.ErrStopped
+	}
+	l.handle = ref
+	return nil
+}
+
+// acceptsPerTurn bounds a turn: other tasks of the loop wait for it.
+const acceptsPerTurn = 64
+
+// Turn implements loop.Task.
+func (l *Listener) Turn(int) bool {
+	if l.fd < 0 || l.paused != nil {
+		return false
+	}
+	for range acceptsPerTurn {
+		fd, _, err := unix.Accept4(l.fd, unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC)
+		switch err { //nolint:errorlint // plain numbers
+		case nil:
+			c, err := newConn(fd)
+			if err != nil { // gone already
+				unix.Close(fd)
+				continue
+			}
+			l.accept(c)
+		case unix.EINTR, unix.ECONNABORTED:
+		case unix.EAGAIN:
+			return false
+		default: // out of descriptors or memory: try again later, the backlog keeps them
+			l.u.cfg.Log.Warn("listener cannot accept", "address", l.addr.String(), "error", err.Error())
+			l.paused = l.ref.After(acceptPause, func() { l.paused = nil; l.ref.Wake() })
+			return false
+		}
+	}
+	return true
+}
+
+func (l *Listener) String() string { return "the listener on " + l.addr.String() }
+
+// Addr is what the listener is bound to.
+func (l *Listener) Addr() netip.AddrPort { return l.addr }
+
+// Close stops listening and waits until the socket is closed. Connections in the backlog are reset by the kernel.
+func (l *Listener) Close(ctx context.Context) error {
+	if l.handle == nil {
+		fd := l.fd
+		l.fd = -1
+		return unix.Close(fd)
+	}
+	return loop.Await(ctx, func(wake func()) {
+		if !l.handle.Post(func() {
+			if l.fd >= 0 {
+				l.handle.Remove()
+				unix.Close(l.fd)
+				l.fd = -1
+			}
+			wake()
+		}) {
+			wake()
+		}
+	})
+}

@@ -1,0 +1,243 @@
+package underlay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/tun"
+)
+
+// A Config configures an Underlay.
+type Config struct {
+	Netns *tun.Netns // borrowed
+	Group *loop.Group
+	Marks tun.Marks
+	Rand  func() uint64 // chooses ports
+	Log   *slog.Logger
+
+	// Keepalive finds dead peers (defaults: 45 s, 15 s, 3; the user timeout is their sum, 90 s).
+	KeepaliveTime, KeepaliveInterval time.Duration
+	KeepaliveRetries                 int
+}
+
+// An Underlay makes sockets in one network namespace.
+type Underlay struct{ cfg Config }
+
+// New checks the configuration.
+func New(cfg Config) (*Underlay, error) {
+	if cfg.Netns == nil || cfg.Group == nil || cfg.Rand == nil || cfg.Log == nil || cfg.Marks.Own == 0 || cfg.Marks.Deliver == 0 {
+		return nil, errors.New("underlay: config: Netns, Group, Rand, Log and Marks are required")
+	}
+	if cfg.KeepaliveTime == 0 {
+		cfg.KeepaliveTime, cfg.KeepaliveInterval, cfg.KeepaliveRetries = 45*time.Second, 15*time.Second, 3
+	}
+	return &Underlay{cfg: cfg}, nil
+}
+
+// notSentLowat bounds what the kernel holds unsent of one socket, so that the order of what is sent next stays ours.
+const notSentLowat = 128 << 10
+
+// Dial connects to dst past the capture, from the pod's own address. Errors are those of connect(2), wrapped.
+func (u *Underlay) Dial(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) {
+	c, err := u.dial(ctx, dst, u.cfg.Marks.Own, nil)
+	if err != nil {
+		return nil, fmt.Errorf("underlay: connect %s: %w", dst, err)
+	}
+	return c, nil
+}
+
+// DialLoopback connects to an address of the loopback interface, which is never captured.
+func (u *Underlay) DialLoopback(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) {
+	if !dst.Addr().IsLoopback() {
+		return nil, fmt.Errorf("underlay: connect %s: not a loopback address", dst)
+	}
+	return u.Dial(ctx, dst)
+}
+
+// Ports that deliveries are made from: below the ephemeral range, because the client uses those. A delivery with the client's
+// own port would have the 4-tuple of the captured connection itself.
+const (
+	firstDeliveryPort = 1024
+	lastDeliveryPort  = 32767
+	deliveryAttempts  = 16
+)
+
+// Deliver connects to an application of the pod at dst, from the address of the client, so that the application sees who it
+// talks to; the port is another one. A client that is the pod itself, or of another family, cannot be imitated: then the
+// connection comes from the pod's own address.
+func (u *Underlay) Deliver(ctx context.Context, client, dst netip.AddrPort) (loop.Conn, error) {
+	if client.Addr() == dst.Addr() || client.Addr().Is4() != dst.Addr().Is4() {
+		return u.Dial(ctx, dst)
+	}
+	var c *Conn
+	var err error
+	for range deliveryAttempts {
+		port := firstDeliveryPort + u.cfg.Rand()%(lastDeliveryPort-firstDeliveryPort+1)
+		from := netip.AddrPortFrom(client.Addr(), uint16(port))
+		if from == client {
+			continue
+		}
+		c, err = u.dial(ctx, dst, u.cfg.Marks.Deliver, func(fd int) error { return bindTransparent(fd, from) })
+		if !errors.Is(err, unix.EADDRINUSE) && !errors.Is(err, unix.EADDRNOTAVAIL) {
+			break
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("underlay: deliver to %s from %s: %w", dst, client.Addr(), err)
+	}
+	return c, nil
+}
+
+// bindTransparent binds a socket to an address that is not ours.
+func bindTransparent(fd int, from netip.AddrPort) error {
+	domain, sa := sockaddr(from)
+	level, opt := unix.SOL_IP, unix.IP_TRANSPARENT
+	if domain == unix.AF_INET6 {
+		level, opt = unix.SOL_IPV6, unix.IPV6_TRANSPARENT
+	}
+	if err := unix.SetsockoptInt(fd, level, opt, 1); err != nil {
+		return fmt.Errorf("IP_TRANSPARENT: %w", err)
+	}
+	// Ports of connections in TIME_WAIT may be used again: the 4-tuple is checked at connect.
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1); err != nil {
+		return fmt.Errorf("SO_REUSEADDR: %w", err)
+	}
+	if err := unix.Bind(fd, sa); err != nil {
+		return fmt.Errorf("bind %s: %w", from, err)
+	}
+	return nil
+}
+
+// dial makes a socket with a mark, prepares it, and waits until it is connected.
+func (u *Underlay) dial(ctx context.Context, dst netip.AddrPort, mark uint32, prepare func(fd int) error) (*Conn, error) {
+	domain, sa := sockaddr(dst)
+	fd, err := u.cfg.Netns.Socket(domain, unix.SOCK_STREAM|unix.SOCK_NONBLOCK, unix.IPPROTO_TCP)
+	if err != nil {
+		return nil, err
+	}
+	c, err := u.connect(ctx, fd, sa, mark, prepare)
+	if err != nil {
+		unix.Close(fd)
+		return nil, err
+	}
+	return c, nil
+}
+
+func (u *Underlay) connect(ctx context.Context, fd int, sa unix.Sockaddr, mark uint32, prepare func(fd int) error) (*Conn, error) {
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(mark)); err != nil {
+		return nil, fmt.Errorf("SO_MARK: %w", err)
+	}
+	if err := u.tune(fd); err != nil {
+		return nil, err
+	}
+	if prepare != nil {
+		if err := prepare(fd); err != nil {
+			return nil, err
+		}
+	}
+	err := unix.Connect(fd, sa)
+	if err == unix.EINPROGRESS { //nolint:errorlint // a plain number
+		err = u.awaitConnect(ctx, fd)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return newConn(fd)
+}
+
+// awaitConnect waits for the end of a connect in progress.
+func (u *Underlay) awaitConnect(ctx context.Context, fd int) error {
+	for {
+		settled, err := connected(fd)
+		if settled || err != nil {
+			return err
+		}
+		if err := u.awaitReady(ctx, fd); err != nil {
+			return err
+		}
+	}
+}
+
+// connected reports whether a connect has ended, and how.
+func connected(fd int) (bool, error) {
+	p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
+	n, err := unix.Poll(p, 0)
+	if err == unix.EINTR || err == nil && n == 0 { //nolint:errorlint // a plain number
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("poll: %w", err)
+	}
+	errno, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ERROR)
+	if err != nil {
+		return false, fmt.Errorf("SO_ERROR: %w", err)
+	}
+	if errno != 0 {
+		return false, unix.Errno(errno)
+	}
+	return true, nil
+}
+
+// A waitTask watches one descriptor for a set-up; it never has bytes to move.
+type waitTask struct{}
+
+func (waitTask) Turn(int) bool  { return false }
+func (waitTask) String() string { return "a connect in progress" }
+
+// awaitReady waits for the next edge of a descriptor. That the watch has ended when it returns lets the caller close it.
+func (u *Underlay) awaitReady(ctx context.Context, fd int) error {
+	var failed error
+	r := u.cfg.Group
+	var ref *loop.Ref
+	err := loop.Await(ctx, func(wake func()) {
+		ref = r.Add(func(r *loop.Ref) loop.Task {
+			if failed = r.Watch(fd, func(loop.Events) { wake() }); failed != nil {
+				wake()
+			}
+			return waitTask{}
+		})
+		if ref == nil {
+			failed = loop.ErrStopped
+			wake()
+		}
+	})
+	if ref != nil {
+		// Not with ctx: the descriptor must not be closed before its watch is gone.
+		gone := loop.Await(context.WithoutCancel(ctx), func(wake func()) {
+			if !ref.Post(func() { ref.Remove(); wake() }) {
+				wake()
+			}
+		})
+		err = errors.Join(err, gone)
+	}
+	return errors.Join(err, failed)
+}
+
+// tune sets what every TCP socket of the data path has.
+func (u *Underlay) tune(fd int) error {
+	user := u.cfg.KeepaliveTime + time.Duration(u.cfg.KeepaliveRetries)*u.cfg.KeepaliveInterval
+	for _, o := range []struct {
+		level, opt, value int
+		name              string
+	}{
+		{unix.SOL_TCP, unix.TCP_NODELAY, 1, "TCP_NODELAY"},
+		{unix.SOL_TCP, unix.TCP_NOTSENT_LOWAT, notSentLowat, "TCP_NOTSENT_LOWAT"},
+		{unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1, "SO_KEEPALIVE"},
+		{unix.SOL_TCP, unix.TCP_KEEPIDLE, int(u.cfg.KeepaliveTime / time.Second), "TCP_KEEPIDLE"},
+		{unix.SOL_TCP, unix.TCP_KEEPINTVL, int(u.cfg.KeepaliveInterval / time.Second), "TCP_KEEPINTVL"},
+		{unix.SOL_TCP, unix.TCP_KEEPCNT, u.cfg.KeepaliveRetries, "TCP_KEEPCNT"},
+		{unix.SOL_TCP, unix.TCP_USER_TIMEOUT, int(user / time.Millisecond), "TCP_USER_TIMEOUT"},
+	} {
+		if err := unix.SetsockoptInt(fd, o.level, o.opt, o.value); err != nil {
+			return fmt.Errorf("%s: %w", o.name, err)
+		}
+	}
+	return nil
+}

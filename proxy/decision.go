@@ -1,0 +1,251 @@
+package proxy
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+
+	"ztun.dev/ztun/internal/hbone"
+	"ztun.dev/ztun/internal/workload"
+)
+
+// A Route is how a flow travels.
+type Route uint8
+
+// The routes. The zero value refuses the flow.
+const (
+	Refuse      Route = iota // Decision.Err says why
+	Passthrough              // plain TCP to NextHop
+	OverHBONE                // a stream to Target through NextHop
+)
+
+func (r Route) String() string {
+	switch r {
+	case Passthrough:
+		return "passthrough"
+	case OverHBONE:
+		return "HBONE"
+	}
+	return "refused"
+}
+
+// A Decision is what becomes of an outbound flow.
+type Decision struct {
+	Route       Route
+	NextHop     netip.AddrPort     // the address that is connected to
+	Target      netip.AddrPort     // over HBONE: the authority
+	Service     *workload.Service  // that the flow was addressed to; nil if none
+	Destination *workload.Workload // at NextHop; nil if unknown
+	accepts     *workload.Service  // whose names the peer may present beside the identity of Destination
+	Err         error              // why the flow is refused
+}
+
+// Accept lists the identities of which the peer has to present one.
+func (d *Decision) Accept() []workload.Identity {
+	if d.Destination == nil {
+		return nil
+	}
+	ids := []workload.Identity{d.Destination.Identity()}
+	if d.accepts != nil {
+		ids = append(append(ids[:0:0], d.accepts.SubjectAltNames...), ids...)
+	}
+	return ids
+}
+
+// A NoEndpointError refuses a flow to a service without an endpoint that could take it.
+type NoEndpointError struct{ Target netip.AddrPort }
+
+func (e *NoEndpointError) Error() string { return "no healthy upstream: " + e.Target.String() }
+
+// errSelfCall refuses flows that would lead a proxy to itself.
+var errSelfCall = errors.New("attempted recursive call to ourselves")
+
+func refuse(err error) Decision { return Decision{Err: err} }
+
+// A Query is what Classify decides by.
+type Query struct {
+	Source  *workload.Workload // the pod; never looked up by address
+	From    netip.Addr         // the application's address
+	Target  netip.AddrPort     // as the application addressed it
+	Network string             // of this node
+	Exclude []*workload.Workload
+	Rand    uint64 // chooses among endpoints
+}
+
+// Classify decides about an outbound flow. It is a pure function of its arguments.
+//
+// The destination is resolved once: a service by its virtual address, else a workload, else unknown, which passes through. What
+// is addressed to a service goes through the service's waypoint, if it has one, what is addressed to a workload through the
+// workload's; the source's own waypoint plays no part.
+func Classify(s *workload.Snapshot, q *Query) Decision {
+	if q.Target.Addr().IsLoopback() && illegalPort(q.Target.Port()) {
+		return refuse(errSelfCall)
+	}
+	if v := s.ServiceAt(q.Network, q.Target.Addr(), q.Source.Namespace); v != nil {
+		return classifyService(s, q, v)
+	}
+	if w := s.WorkloadAt(q.Network, q.Target.Addr()); w != nil {
+		return classifyWorkload(s, q, w)
+	}
+	return Decision{Route: Passthrough, NextHop: q.Target}
+}
+
+func classifyService(s *workload.Snapshot, q *Query, v *workload.Service) Decision {
+	if wp := serviceWaypoint(v, q.Rand); wp != nil && !isWaypoint(s, q, wp) {
+		return throughWaypoint(s, q, wp, v)
+	}
+	if v.LoadBalancer.Mode == workload.LBPassthrough {
+		return Decision{Route: Passthrough, NextHop: q.Target}
+	}
+	e, ok := pick(s, q, v, q.Target.Port(), false)
+	if !ok {
+		d := refuse(&NoEndpointError{q.Target})
+		d.Service = v
+		return d
+	}
+	return direct(q, e, v)
+}
+
+func classifyWorkload(s *workload.Snapshot, q *Query, w *workload.Workload) Decision {
+	if w.Network != q.Source.Network {
+		return refuse(fmt.Errorf("no service for target address: %s", q.Target))
+	}
+	if wp := w.Waypoint; wp != nil && !isWaypoint(s, q, wp) {
+		return throughWaypoint(s, q, wp, nil)
+	}
+	return direct(q, endpoint{w, q.Target.Port()}, nil)
+}
+
+// direct is the way to an endpoint without anything between.
+func direct(q *Query, e endpoint, v *workload.Service) Decision {
+	w := e.workload
+	if w.Network != q.Source.Network {
+		return Decision{Service: v, Destination: w, Err: fmt.Errorf("no valid routing destination for workload: %s is on network %q, and gateways to other networks are not supported", w.UID, w.Network)}
+	}
+	ip := address(w, v, q.Target.Addr())
+	if !ip.IsValid() {
+		return Decision{Service: v, Destination: w, Err: noDestination(w)}
+	}
+	d := Decision{Route: Passthrough, NextHop: netip.AddrPortFrom(ip, e.port), Service: v, Destination: w, accepts: v}
+	if w.Protocol == workload.ProtocolHBONE {
+		d.Route, d.Target, d.NextHop = OverHBONE, d.NextHop, netip.AddrPortFrom(ip, hbone.Port)
+	} else if q.Source.UID == w.UID && illegalPort(e.port) {
+		return Decision{Service: v, Destination: w, Err: errSelfCall}
+	}
+	return d
+}
+
+func noDestination(w *workload.Workload) error {
+	return fmt.Errorf("no valid routing destination for workload: Workload{%s with uid %s (%s)}", w.Name, w.UID, w.Protocol)
+}
+
+// address picks the address of a workload that a flow to target goes to: target's own, if it is one of them; of those that the
+// service's families allow, the first of target's family, else the first.
+func address(w *workload.Workload, v *workload.Service, target netip.Addr) netip.Addr {
+	var best netip.Addr
+	for _, a := range w.Addresses {
+		switch {
+		case a == target:
+			return a
+		case v != nil && v.IPFamilies == workload.FamilyIPv4 && !a.Is4(), v != nil && v.IPFamilies == workload.FamilyIPv6 && a.Is4():
+		case !best.IsValid(), best.Is4() != target.Is4() && a.Is4() == target.Is4():
+			best = a
+		}
+	}
+	return best
+}
+
+// serviceWaypoint chooses the waypoint of a service: by weight, if it has several.
+func serviceWaypoint(v *workload.Service, random uint64) *workload.GatewayAddress {
+	var sum uint64
+	for i := range v.WeightedWaypoints {
+		sum += uint64(v.WeightedWaypoints[i].Weight)
+	}
+	if sum == 0 {
+		return v.Waypoint
+	}
+	at := random % sum
+	for i := range v.WeightedWaypoints {
+		if w := uint64(v.WeightedWaypoints[i].Weight); at < w {
+			return &v.WeightedWaypoints[i].Destination
+		} else {
+			at -= w
+		}
+	}
+	return v.Waypoint
+}
+
+// throughWaypoint leads a flow to a waypoint, which gets the address that the application used. A waypoint that cannot be found
+// refuses the flow: it is never bypassed.
+func throughWaypoint(s *workload.Snapshot, q *Query, wp *workload.GatewayAddress, v *workload.Service) Decision {
+	e, via, target, ok := resolveGateway(s, q, wp)
+	if !ok {
+		return Decision{Service: v, Err: fmt.Errorf("unknown waypoint: waypoint %s not found", wp)}
+	}
+	w := e.workload
+	if w.Network != q.Source.Network {
+		return Decision{Service: v, Destination: w, Err: fmt.Errorf("waypoint %s is on network %q, and gateways to other networks are not supported", wp, w.Network)}
+	}
+	ip := address(w, via, target)
+	if !ip.IsValid() {
+		return Decision{Service: v, Destination: w, Err: noDestination(w)}
+	}
+	return Decision{Route: OverHBONE, NextHop: netip.AddrPortFrom(ip, e.port), Target: q.Target, Service: v, Destination: w, accepts: via}
+}
+
+// resolveGateway finds the workload behind a gateway address and, if that names a service, the service.
+func resolveGateway(s *workload.Snapshot, q *Query, g *workload.GatewayAddress) (e endpoint, via *workload.Service, target netip.Addr, ok bool) {
+	target = q.Target.Addr() // a hostname follows the family of the application's address
+	var w *workload.Workload
+	if g.Hostname == (workload.ServiceKey{}) {
+		target = g.Address.Addr
+		via = s.ServiceAt(g.Address.Network, target, q.Source.Namespace)
+		w = s.WorkloadAt(g.Address.Network, target)
+	} else {
+		via = s.Service(g.Hostname)
+		w = s.WorkloadNamed(g.Hostname)
+	}
+	switch {
+	case via != nil:
+		e, ok = pick(s, q, via, g.Port, true)
+	case w != nil:
+		e, ok = endpoint{w, g.Port}, true
+	}
+	return e, via, target, ok
+}
+
+// isWaypoint reports whether the source is the waypoint itself: it has the identity and address of one of its workloads.
+func isWaypoint(s *workload.Snapshot, q *Query, g *workload.GatewayAddress) bool {
+	is := func(w *workload.Workload) bool {
+		if w == nil || w.Identity() != q.Source.Identity() {
+			return false
+		}
+		for _, a := range w.Addresses {
+			if a == q.From {
+				return true
+			}
+		}
+		return false
+	}
+	var via *workload.Service
+	if g.Hostname == (workload.ServiceKey{}) {
+		if is(s.WorkloadAt(g.Address.Network, g.Address.Addr)) {
+			return true
+		}
+		via = s.ServiceAt(g.Address.Network, g.Address.Addr, q.Source.Namespace)
+	} else {
+		if is(s.WorkloadNamed(g.Hostname)) {
+			return true
+		}
+		via = s.Service(g.Hostname)
+	}
+	if via == nil {
+		return false
+	}
+	for _, e := range s.Endpoints(via.Key()) {
+		if is(e.Workload) {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,361 @@
+package proxy
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"ztun.dev/ztun/internal/hbone"
+	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/internal/workload"
+	"ztun.dev/ztun/stack"
+)
+
+func TestOutboundConnectsFirstAndAnswersThen(t *testing.T) {
+	tests := []struct {
+		name   string
+		target string
+		fails  error // of the connection to the next hop
+		change func(*mesh)
+		want   string // the answer to the SYN
+		line   string // part of the access log
+	}{
+		{"passthrough", "1.2.3.4:80", nil, nil, "accepted", ""},
+		{"over HBONE", "10.96.0.10:80", nil, nil, "accepted", ""},
+		{"refused upstream", "1.2.3.4:80", syscall.ECONNREFUSED, nil, "RST", "connection refused"},
+		{"unreachable host", "1.2.3.4:80", syscall.EHOSTUNREACH, nil, "unreachable 0", "no route to host"},
+		{"unreachable network", "1.2.3.4:80", syscall.ENETUNREACH, nil, "unreachable 1", "network is unreachable"},
+		{"kernel's time limit", "1.2.3.4:80", syscall.ETIMEDOUT, nil, "nothing", "connection timed out"},
+		{"unreachable node", "10.96.0.10:80", &hbone.OpenError{Err: syscall.EHOSTUNREACH}, nil, "unreachable 0", "no route to host"},
+		{"DP-72 denied by the peer", "10.96.0.10:80", &hbone.OpenError{Phase: hbone.PhaseResponse, Err: &hbone.StatusError{Code: 401}}, nil, "RST", "http status: 401 Unauthorized"},
+		{"DP-70 unknown peer", "10.96.0.10:80", &hbone.OpenError{Err: hbone.ErrUnknownPeer}, nil, "RST", hbone.ErrUnknownPeer.Error()},
+		{"no endpoint", "10.96.0.10:80", nil, func(m *mesh) { m.server.Services = nil }, "RST", "connection failed\tsrc.addr=10.244.0.5:40000 dst.addr=10.96.0.10:80 direction=\"outbound\" error=\"no healthy upstream: 10.96.0.10:80\""},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			m := newMesh()
+			if tt.change != nil {
+				tt.change(m)
+			}
+			b := newBench(t, m)
+			b.net.fail = map[netip.AddrPort]error{netip.MustParseAddrPort(tt.target): tt.fails}
+			b.tunnel.fail = map[netip.AddrPort]error{netip.MustParseAddrPort("10.244.1.7:15008"): tt.fails}
+			req := request(tt.target)
+			b.ServeTCP(t.Context(), req)
+			b.Settle()
+			if req.answer != tt.want {
+				t.Errorf("the SYN was answered by %q, want %q", req.answer, tt.want)
+			}
+			if req.app != nil {
+				req.app.Reset()
+				b.Settle()
+			}
+			if got := b.lines(t); !strings.Contains(got, tt.line) || strings.Count(got, "\n") != 1 {
+				t.Errorf("access log %q, want one line with %q", got, tt.line)
+			}
+		})
+	}
+}
+
+func TestSlowUpstreamGetsNoAnswer(t *testing.T) {
+	b := newBench(t, newMesh())
+	b.net.never = map[netip.AddrPort]bool{netip.MustParseAddrPort("1.2.3.4:80"): true}
+	req := request("1.2.3.4:80")
+	b.ServeTCP(t.Context(), req)
+	b.Advance(9 * time.Second)
+	if req.answer != "" {
+		t.Fatalf("answered by %q before the limit", req.answer)
+	}
+	b.Advance(2 * time.Second)
+	b.Settle()
+	if req.answer != "nothing" {
+		t.Errorf("after the limit: %q, want the attempt dropped without an answer", req.answer)
+	}
+}
+
+func TestAnotherEndpointIsTried(t *testing.T) {
+	m := newMesh()
+	second := pod0("second", "10.244.1.8")
+	second.Services[webKey] = nil
+	m.more.Workloads = append(m.more.Workloads, second)
+	b := newBench(t, m)
+	refused := &hbone.OpenError{Phase: hbone.PhaseResponse, Err: &hbone.StatusError{Code: 503}}
+	b.tunnel.fail = map[netip.AddrPort]error{}
+	req := request("10.96.0.10:80")
+	first := Classify(b.store.Snapshot(), &Query{Source: m.client, Target: req.flow.Dst, Rand: 7}).NextHop
+	b.tunnel.fail[first] = refused
+	b.ServeTCP(t.Context(), req)
+	b.Settle()
+	if req.answer != "accepted" || len(b.tunnel.targets) != 2 {
+		t.Errorf("answer %q after %d attempts, want accepted after 2", req.answer, len(b.tunnel.targets))
+	}
+	req.app.Reset()
+	b.Settle()
+
+	// Denied by policy: the same source would be denied elsewhere.
+	b.tunnel.targets = nil
+	b.tunnel.fail[first] = &hbone.OpenError{Phase: hbone.PhaseResponse, Err: &hbone.StatusError{Code: 401}}
+	req = request("10.96.0.10:80")
+	b.ServeTCP(t.Context(), req)
+	b.Settle()
+	if req.answer != "RST" || len(b.tunnel.targets) != 1 {
+		t.Errorf("denied: answer %q after %d attempts, want RST after 1", req.answer, len(b.tunnel.targets))
+	}
+}
+
+func TestWhatTheTunnelIsAskedFor(t *testing.T) {
+	m := newMesh()
+	m.client.CanonicalName, m.client.WorkloadName, m.client.CanonicalRevision = "client", "client", "v1"
+	m.client.Locality = workload.Locality{Region: "r1", Zone: "z1"}
+	b := newBench(t, m)
+	req := request("10.96.0.10:80")
+	b.ServeTCP(t.Context(), req)
+	b.Settle()
+	got := b.tunnel.targets[0]
+	trace := got.Headers.Traceparent
+	got.Headers.Traceparent = ""
+	want := hbone.Target{
+		NextHop: netip.MustParseAddrPort("10.244.1.7:15008"), Authority: "10.244.1.7:8080",
+		Accept: []workload.Identity{m.server.Identity()}, PeerUID: m.server.UID,
+		Headers: hbone.Headers{
+			Baggage:   "k8s.cluster.name=Kubernetes,k8s.namespace.name=default,k8s.deployment.name=client,service.name=client,service.version=v1,cloud.region=r1,cloud.availability_zone=z1",
+			Forwarded: `for="10.244.0.5:40000";host=web.default.svc.cluster.local`,
+		},
+	}
+	if diff := cmp.Diff(want, got, cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" {
+		t.Errorf("DP-64: target (-want +got):\n%s", diff)
+	}
+	if len(trace) != 55 || !strings.HasPrefix(trace, "00-") || !strings.HasSuffix(trace, "-00") {
+		t.Errorf("traceparent %q", trace)
+	}
+	req.app.Reset()
+	b.Settle()
+	if h := requestHeaders(m.client, netip.MustParseAddrPort("[::1]:80"), nil, 1, 2, 3); h.Forwarded != `for="[::1]:80"` {
+		t.Errorf("DP-65: forwarded %q", h.Forwarded)
+	}
+}
+
+func TestBytesHalfCloseAndReset(t *testing.T) {
+	for _, over := range []string{"1.2.3.4:80", "10.96.0.10:80"} {
+		open := func(t *testing.T) (*bench, *fakeRequest, loop.Conn) {
+			b := newBench(t, newMesh())
+			req := request(over)
+			b.ServeTCP(t.Context(), req)
+			b.Settle()
+			return b, req, append(b.net.far, b.tunnel.far...)[0]
+		}
+		t.Run("half-close of the client first over "+over, func(t *testing.T) {
+			b, req, server := open(t)
+			big := strings.Repeat("x", 1<<20)
+			sent := 0
+			for sent < len(big) { // through the pipes' buffers
+				n, err := req.app.TryWrite([]byte(big[sent:]))
+				if err != nil && err != loop.ErrAgain {
+					t.Fatal(err)
+				}
+				sent += n
+				b.Settle()
+				if text, then := all(server); then != "" || strings.Trim(text, "x") != "" {
+					t.Fatalf("server reads %d bytes, then %q", len(text), then)
+				}
+				b.Settle()
+			}
+			b.exchange(t, req.app, "end")
+			if text, then := all(server); !strings.HasSuffix(text, "end") || then != "EOF" {
+				t.Errorf("server reads %q, then %q; want the end and EOF", text, then)
+			}
+			b.exchange(t, server, "answer")
+			if text, then := all(req.app); text != "answer" || then != "EOF" {
+				t.Errorf("client reads %q, then %q; want the answer and EOF", text, then)
+			}
+			if got := b.lines(t); !strings.Contains(got, fmt.Sprintf("bytes_sent=%d bytes_recv=6", 1<<20+3)) || strings.Contains(got, "error=") {
+				t.Errorf("access log %q", got)
+			}
+		})
+		t.Run("half-close of the server first over "+over, func(t *testing.T) {
+			b, req, server := open(t)
+			b.exchange(t, server, "banner")
+			if text, then := all(req.app); text != "banner" || then != "EOF" {
+				t.Errorf("client reads %q, then %q", text, then)
+			}
+			b.exchange(t, req.app, "upload")
+			if text, then := all(server); text != "upload" || then != "EOF" {
+				t.Errorf("server reads %q, then %q", text, then)
+			}
+		})
+		for _, who := range []string{"client", "server"} {
+			t.Run("reset by the "+who+" over "+over, func(t *testing.T) {
+				b, req, server := open(t)
+				from, to := req.app, server
+				if who == "server" {
+					from, to = server, req.app
+				}
+				from.Reset()
+				b.Settle()
+				if _, then := all(to); then != loop.ErrReset.Error() {
+					t.Errorf("the other side reads %q, want a reset", then)
+				}
+				if n := b.records.Stats().Open; n != 0 {
+					t.Errorf("%d records open, want 0", n)
+				}
+			})
+		}
+		t.Run("closed from outside over "+over, func(t *testing.T) {
+			b, req, server := open(t)
+			for _, c := range openConns(b) {
+				c.Close(errors.New("connection closed due to policy change"))
+			}
+			b.Settle()
+			for _, c := range []loop.Conn{req.app, server} {
+				if _, then := all(c); then != loop.ErrReset.Error() {
+					t.Errorf("a side reads %q, want a reset", then)
+				}
+			}
+			if got := b.lines(t); !strings.Contains(got, "policy change") {
+				t.Errorf("access log %q does not say why", got)
+			}
+		})
+	}
+}
+
+func TestApplicationThatGaveUpLeavesNothing(t *testing.T) {
+	for _, over := range []string{"1.2.3.4:80", "10.96.0.10:80"} {
+		b := newBench(t, newMesh())
+		req := request(over)
+		req.gone = true
+		b.ServeTCP(t.Context(), req)
+		b.Settle()
+		if _, then := all(append(b.net.far, b.tunnel.far...)[0]); then != loop.ErrReset.Error() {
+			t.Errorf("%s: upstream reads %q, want a reset", over, then)
+		}
+		if n := b.records.Stats().Open; n != 0 {
+			t.Errorf("%s: %d records open, want 0", over, n)
+		}
+	}
+}
+
+func TestTunnelThatGoesResetsItsFlows(t *testing.T) {
+	b := newBench(t, newMesh())
+	req := request("10.96.0.10:80")
+	b.ServeTCP(t.Context(), req)
+	b.Settle()
+	b.tunnel.far[0].Reset() // its streams read a reset …
+	b.tunnel.close()        // … and the tunnel's task goes
+	b.Settle()
+	if _, then := all(req.app); then != loop.ErrReset.Error() {
+		t.Errorf("the application reads %q, want a reset: a truncated stream is never a clean end", then)
+	}
+}
+
+func TestLocalWorkloadIsWaitedFor(t *testing.T) {
+	m := newMesh()
+	b := newBench(t, m)
+	state := m.state()
+	b.store.Replace(workload.State{})
+	req, late := request("1.2.3.4:80"), request("1.2.3.4:81")
+	b.ServeTCP(t.Context(), req)
+	b.Advance(2 * time.Second)
+	b.store.Replace(state)
+	b.Settle()
+	if req.answer != "accepted" {
+		t.Errorf("DP-62: once the workload is known: %q, want accepted", req.answer)
+	}
+	req.app.Reset()
+	b.store.Replace(workload.State{})
+	b.ServeTCP(t.Context(), late)
+	b.Advance(6 * time.Second)
+	b.Settle()
+	if late.answer != "RST" || !strings.Contains(b.lines(t), "failed to fetch information about local workload: client.default (client)") {
+		t.Errorf("DP-62: never known: answer %q", late.answer)
+	}
+}
+
+func strict() *workload.Policy {
+	return &workload.Policy{
+		Name: "istio_converted_static_strict", Namespace: "istio-system", Scope: workload.ScopePolicyWorkload, Action: workload.Deny,
+		Groups: []workload.Group{{{{NotPrincipals: []workload.StringMatch{{Kind: workload.MatchPresence}}}}}},
+	}
+}
+
+func TestInboundPlaintext(t *testing.T) {
+	tests := []struct {
+		name       string
+		change     func(*mesh)
+		port       string
+		want, line string
+	}{
+		{"DP-112 no policy", func(*mesh) {}, "8080", "accepted", "src.addr=10.244.9.9:1234"},
+		{"DP-113 strict", func(m *mesh) {
+			m.more.Policies = []*workload.Policy{strict()}
+			m.client.AuthorizationPolicies = []string{"istio-system/istio_converted_static_strict"}
+		}, "8080", "RST", "connection closed due to policy rejection: explicitly denied by: istio-system/istio_converted_static_strict"},
+		{"DP-115 a port of the proxy", func(*mesh) {}, "15006", "RST", "attempted recursive call to ourselves"},
+		{"policy that does not come", func(m *mesh) { m.client.AuthorizationPolicies = []string{"default/late"} }, "8080", "RST", "policy not yet received: default/late"},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			m := newMesh()
+			tt.change(m)
+			b := newBench(t, m)
+			req := inboundRequest("10.244.9.9:1234", "10.244.0.5:"+tt.port)
+			b.ServeTCP(t.Context(), req)
+			b.Advance(1500 * time.Millisecond)
+			b.Settle()
+			if req.answer != tt.want {
+				t.Errorf("answer %q, want %q", req.answer, tt.want)
+			}
+			if tt.want == "accepted" {
+				if diff := cmp.Diff([]string{"deliver from 10.244.9.9 to 10.244.0.5:8080"}, b.net.dials); diff != "" {
+					t.Errorf("connections (-want +got):\n%s", diff)
+				}
+				req.app.Reset()
+				b.Settle()
+			} else if len(b.net.dials) != 0 {
+				t.Errorf("the application was contacted: %v", b.net.dials)
+			}
+			if got := b.lines(t); !strings.Contains(got, tt.line) || !strings.Contains(got, `direction="inbound"`) {
+				t.Errorf("access log %q lacks %q", got, tt.line)
+			}
+		})
+	}
+}
+
+func TestQuestionsAreAnswered(t *testing.T) {
+	b := newBench(t, newMesh())
+	udp := &fakeUDP{flow: stack.Flow{Proto: stack.UDP, Src: netip.MustParseAddrPort("10.244.0.5:5353"), Dst: netip.MustParseAddrPort("10.96.0.53:53")}, payload: []byte("one")}
+	b.ServeUDP(t.Context(), udp)
+	b.Settle()
+	if diff := cmp.Diff([]string{"re:one"}, udp.replies); diff != "" {
+		t.Errorf("over UDP (-want +got):\n%s", diff)
+	}
+	req := request("10.96.0.53:53")
+	b.ServeTCP(t.Context(), req)
+	b.Settle()
+	b.exchange(t, req.app, "\x00\x03one\x00\x03two")
+	if text, then := all(req.app); text != "\x00\x06re:one\x00\x06re:two" || then != "EOF" {
+		t.Errorf("over TCP: %q, then %q", text, then)
+	}
+	idle := request("10.96.0.53:53")
+	b.ServeTCP(t.Context(), idle)
+	b.Advance(11 * time.Second)
+	b.Settle()
+	if _, then := all(idle.app); then != "EOF" {
+		t.Errorf("an idle connection reads %q, want it closed", then)
+	}
+}
+
+type fakeUDP struct {
+	flow    stack.Flow
+	payload []byte
+	replies []string
+}
+
+func (u *fakeUDP) Flow() stack.Flow     { return u.flow }
+func (u *fakeUDP) Payload() []byte      { return u.payload }
+func (u *fakeUDP) Reply(p []byte) error { u.replies = append(u.replies, string(p)); return nil }

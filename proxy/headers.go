@@ -1,0 +1,80 @@
+package proxy
+
+import (
+	"encoding/binary"
+	"encoding/hex"
+	"net/netip"
+	"strings"
+
+	"ztun.dev/ztun/internal/hbone"
+	"ztun.dev/ztun/internal/workload"
+)
+
+// requestHeaders are those of a CONNECT for a flow from the application at src.
+func requestHeaders(source *workload.Workload, src netip.AddrPort, v *workload.Service, r1, r2, r3 uint64) hbone.Headers {
+	h := hbone.Headers{
+		Baggage:     baggage(source),
+		Forwarded:   `for="` + src.String() + `"`,
+		Traceparent: traceparent(r1, r2, r3),
+	}
+	if v != nil {
+		h.Forwarded += ";host=" + v.Hostname
+	}
+	return h
+}
+
+// baggage describes a workload (W3C Baggage, with the keys of OpenTelemetry's resource conventions), in ztunnel's order; empty
+// values are left out.
+func baggage(w *workload.Workload) string {
+	if w == nil {
+		return ""
+	}
+	var b strings.Builder
+	add := func(key, value string) {
+		if value == "" {
+			return
+		}
+		if b.Len() > 0 {
+			b.WriteByte(',')
+		}
+		b.WriteString(key + "=" + value)
+	}
+	add("k8s.cluster.name", w.ClusterID)
+	add("k8s.namespace.name", w.Namespace)
+	add("k8s."+w.WorkloadType.String()+".name", w.WorkloadName)
+	add("service.name", w.CanonicalName)
+	add("service.version", w.CanonicalRevision)
+	add("cloud.region", w.Locality.Region)
+	add("cloud.availability_zone", w.Locality.Zone)
+	return b.String()
+}
+
+// traceparent is a W3C Trace Context of 128 and 64 random bits, not sampled.
+func traceparent(r1, r2, r3 uint64) string {
+	var raw [24]byte
+	binary.BigEndian.PutUint64(raw[0:], r1)
+	binary.BigEndian.PutUint64(raw[8:], r2)
+	binary.BigEndian.PutUint64(raw[16:], r3)
+	const hexLen = 48
+	var text [hexLen]byte
+	hex.Encode(text[:], raw[:])
+	return "00-" + string(text[:32]) + "-" + string(text[32:]) + "-00"
+}
+
+// forwardedHost is the host parameter of a Forwarded header (RFC 7239), or "" if it has none or is not ASCII.
+func forwardedHost(h string) string {
+	for i := range len(h) {
+		if h[i] >= 0x80 {
+			return ""
+		}
+	}
+	for part := range strings.SplitSeq(h, ";") {
+		if host, ok := strings.CutPrefix(strings.TrimSpace(part), "host="); ok {
+			if n := len(host); n >= 2 && host[0] == '"' && host[n-1] == '"' {
+				host = host[1 : n-1]
+			}
+			return host
+		}
+	}
+	return ""
+}

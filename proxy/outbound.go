@@ -1,0 +1,137 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+
+	"ztun.dev/ztun/internal/hbone"
+	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/internal/telemetry"
+	"ztun.dev/ztun/internal/workload"
+	"ztun.dev/ztun/stack"
+)
+
+// maxEndpoints is how many endpoints of a service one flow tries.
+const maxEndpoints = 3
+
+// outbound is the set-up of a flow that the pod opened.
+func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
+	f := req.Flow()
+	facts := telemetry.Facts{Direction: telemetry.Outbound, Src: f.Src, OriginalDst: f.Dst}
+	self, state, err := p.self(ctx)
+	if err != nil {
+		p.cfg.Records.Fail(facts, err)
+		req.Reset()
+		return
+	}
+	ctx, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.AttemptTimeout)
+	defer cancel()
+	ctx, end := context.WithCancelCause(ctx)
+	defer end(nil)
+
+	q := Query{Source: self, From: f.Src.Addr(), Target: f.Dst, Network: p.cfg.Network, Rand: p.cfg.Rand()}
+	var rec *telemetry.Conn
+	var failed error
+	for range maxEndpoints {
+		d := Classify(state, &q)
+		if d.Route == Refuse {
+			if failed == nil { // otherwise the failure of the endpoint that was tried says more
+				failed = d.Err
+			}
+			break
+		}
+		if rec == nil {
+			rec = p.cfg.Records.Open(outboundFacts(facts, self, &d), end)
+		}
+		upstream, err := p.openUpstream(ctx, &q, &d, f)
+		if err == nil {
+			p.establish(ctx, req, upstream, rec)
+			return
+		}
+		failed = err
+		if ctx.Err() != nil || d.Service == nil || d.Destination == nil || !tryAnother(err) {
+			break
+		}
+		q.Exclude = append(q.Exclude, d.Destination)
+	}
+	answer(req, failed)
+	if rec == nil {
+		p.cfg.Records.Fail(facts, failed)
+		return
+	}
+	rec.Finish(failed)
+}
+
+func outboundFacts(f telemetry.Facts, self *workload.Workload, d *Decision) telemetry.Facts {
+	f.Dst, f.Source, f.Destination = d.NextHop, self, d.Destination
+	if d.Service != nil {
+		f.Service = d.Service.Hostname
+	}
+	if d.Route == OverHBONE {
+		f.Protocol, f.HBONEAddr = telemetry.HBONE, d.Target.String()
+		f.SrcIdentity, f.DstIdentity = self.Identity(), d.Destination.Identity()
+	}
+	return f
+}
+
+func (p *Proxy) openUpstream(ctx context.Context, q *Query, d *Decision, f stack.Flow) (loop.Conn, error) {
+	if d.Route == Passthrough {
+		ctx, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.ConnectTimeout)
+		defer cancel()
+		return p.cfg.Underlay.Dial(ctx, d.NextHop)
+	}
+	return p.cfg.Tunnel.Open(ctx, hbone.Target{
+		NextHop: d.NextHop, Authority: d.Target.String(), Accept: d.Accept(), PeerUID: d.Destination.UID,
+		Headers: requestHeaders(q.Source, f.Src, d.Service, p.cfg.Rand(), p.cfg.Rand(), p.cfg.Rand()),
+	})
+}
+
+// establish answers the application's SYN and begins to move bytes.
+func (p *Proxy) establish(ctx context.Context, req stack.TCPRequest, upstream loop.Conn, rec *telemetry.Conn) {
+	app, err := req.Accept(ctx)
+	if err != nil {
+		resetUnattached(upstream)
+		rec.Finish(err)
+		return
+	}
+	stream, ok := upstream.(hbone.Stream)
+	if !ok {
+		if p.cfg.Group.Add(startRelay(app, upstream, rec)) == nil {
+			app.Reset()
+			upstream.Reset()
+			rec.Finish(loop.ErrStopped)
+		}
+		return
+	}
+	if !stream.Ref().Post(func() { relayStream(stream, app, stream, rec) }) {
+		app.Reset()
+		rec.Finish(errTunnelLost)
+	}
+}
+
+// errTunnelLost is the end of a connection whose tunnel went while its application was answered.
+var errTunnelLost = errors.New("the tunnel was lost before the connection was established")
+
+// relayStream begins the relay of a stream, on the loop of its tunnel.
+func relayStream(stream hbone.Stream, downstream, upstream loop.Conn, rec *telemetry.Conn) {
+	if stream.Ref().Removed() {
+		downstream.Reset()
+		upstream.Reset()
+		rec.Finish(errTunnelLost)
+		return
+	}
+	stream.Ref().Child(startRelay(downstream, upstream, rec))
+}
+
+// resetUnattached resets a Conn that no task has yet: a stream on the loop of its tunnel, any other at once.
+func resetUnattached(c loop.Conn) {
+	if s, ok := c.(hbone.Stream); ok {
+		s.Ref().Post(func() { s.Reset() })
+		return
+	}
+	c.Reset()
+}
+
+// unmapped is the address without a zone and in its native family.
+func unmapped(a netip.AddrPort) netip.AddrPort { return netip.AddrPortFrom(a.Addr().Unmap(), a.Port()) }

@@ -1,0 +1,110 @@
+package proxy
+
+import (
+	"slices"
+
+	"ztun.dev/ztun/internal/workload"
+)
+
+// An endpoint is a workload and the port that serves the service port asked for.
+type endpoint struct {
+	workload *workload.Workload
+	port     uint16
+}
+
+// pick chooses an endpoint of a service: among those that can be reached, the best ranked, at random by capacity. waypoint
+// relaxes the port: a workload with an application tunnel takes the service port itself.
+func pick(s *workload.Snapshot, q *Query, v *workload.Service, port uint16, waypoint bool) (endpoint, bool) {
+	target, has := v.Ports[port]
+	if !has && !waypoint {
+		return endpoint{}, false
+	}
+	var best int
+	var sum uint64
+	var chosen endpoint
+	random := q.Rand
+	for _, ep := range s.Endpoints(v.Key()) {
+		w := ep.Workload
+		e, ok := usable(q, w, ep.Ports[port], target, port, has, waypoint)
+		if !ok || w.Capacity == 0 {
+			continue
+		}
+		r, ok := rank(&v.LoadBalancer, q.Source, w)
+		if !ok || sum > 0 && r < best {
+			continue
+		}
+		if r > best || sum == 0 {
+			best, sum = r, 0
+		}
+		// One pass: each candidate replaces the chosen one with the probability of its weight in the sum so far.
+		sum += uint64(w.Capacity)
+		random = mix(random)
+		if random%sum < uint64(w.Capacity) {
+			chosen = e
+		}
+	}
+	return chosen, sum > 0
+}
+
+// usable reports whether an endpoint can be reached, and at which port.
+func usable(q *Query, w *workload.Workload, own, target, port uint16, has, waypoint bool) (endpoint, bool) {
+	if slices.Contains(q.Exclude, w) {
+		return endpoint{}, false
+	}
+	if len(w.Addresses) == 0 && w.Hostname == "" && (w.Network == q.Source.Network || w.NetworkGateway == nil) {
+		return endpoint{}, false
+	}
+	switch {
+	case own != 0:
+		return endpoint{w, own}, true
+	case target != 0:
+		return endpoint{w, target}, true
+	case waypoint && (has || w.AppTunnel != nil):
+		return endpoint{w, port}, true
+	}
+	return endpoint{}, false
+}
+
+// rank counts the preferences that an endpoint fulfils, in order, up to the first that it does not. A network preference in
+// the first place weighs more than all others together, and missing it does not end the count.
+func rank(lb *workload.LoadBalancer, source, w *workload.Workload) (int, bool) {
+	if lb.Mode != workload.LBStrict && lb.Mode != workload.LBFailover {
+		return 0, true
+	}
+	n, bonus := 0, 0
+	for i, p := range lb.Preferences {
+		if matchesScope(p, source, w) {
+			n++
+			if i == 0 && p == workload.ScopeNetwork {
+				bonus = len(lb.Preferences) - 1
+			}
+		} else if i > 0 || p != workload.ScopeNetwork {
+			break
+		}
+	}
+	return n + bonus, lb.Mode == workload.LBFailover || n == len(lb.Preferences)
+}
+
+func matchesScope(p workload.Scope, a, b *workload.Workload) bool {
+	switch p {
+	case workload.ScopeRegion:
+		return a.Locality.Region == b.Locality.Region
+	case workload.ScopeZone:
+		return a.Locality.Zone == b.Locality.Zone
+	case workload.ScopeSubzone:
+		return a.Locality.Subzone == b.Locality.Subzone
+	case workload.ScopeNode:
+		return a.Node == b.Node && a.ClusterID == b.ClusterID
+	case workload.ScopeCluster:
+		return a.ClusterID == b.ClusterID
+	}
+	return a.Network == b.Network
+}
+
+// mix is a step of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+func mix(x uint64) uint64 {
+	x += 0x9e3779b97f4a7c15
+	x = (x ^ x>>30) * 0xbf58476d1ce4e5b9
+	x = (x ^ x>>27) * 0x94d049bb133111eb
+	return x ^ x>>31
+}

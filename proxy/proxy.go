@@ -1,0 +1,150 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"time"
+
+	"ztun.dev/ztun/internal/hbone"
+	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/internal/telemetry"
+	"ztun.dev/ztun/internal/workload"
+	"ztun.dev/ztun/stack"
+)
+
+// An Underlay is bound to one pod's network namespace.
+type Underlay interface {
+	// Dial connects past the capture, from the pod's own address.
+	Dial(ctx context.Context, dst netip.AddrPort) (loop.Conn, error)
+	// Deliver connects to the pod's application from the client's address.
+	Deliver(ctx context.Context, client, dst netip.AddrPort) (loop.Conn, error)
+	// DialLoopback connects to an address of the pod's loopback interface.
+	DialLoopback(ctx context.Context, dst netip.AddrPort) (loop.Conn, error)
+}
+
+// A Tunnel opens streams to peers with the pod's identity.
+type Tunnel interface {
+	Open(ctx context.Context, t hbone.Target) (hbone.Stream, error)
+}
+
+// A DNS answers one message; server is the resolver that the application addressed. The answer is in buf, if it fits, or nil if
+// there is none to give.
+type DNS interface {
+	ServeDNS(ctx context.Context, client *workload.Client, from, server netip.AddrPort, tcp bool, msg, buf []byte) ([]byte, error)
+}
+
+// A Config configures a Proxy. The zero values of the limits are the defaults named beside them.
+type Config struct {
+	Client   *workload.Client // which workload the pod is
+	Addrs    []netip.Addr     // of the pod
+	Network  string
+	Store    *workload.Store
+	Underlay Underlay
+	Tunnel   Tunnel
+	DNS      DNS
+	Records  *telemetry.Recorder
+	Group    *loop.Group
+	Rand     func() uint64 // safe for concurrent use
+	Log      *slog.Logger
+
+	ConnectTimeout time.Duration // of a TCP connection: 10 s
+	AttemptTimeout time.Duration // of all endpoints that are tried: 40 s
+	WorkloadWait   time.Duration // for the pod's own workload to become known: 5 s, ztunnel's
+	PolicyWait     time.Duration // for a policy that the workload lists: 1 s
+	DNSTimeout     time.Duration // of one question: 10 s
+}
+
+// A Proxy serves one pod.
+type Proxy struct {
+	cfg   Config
+	local map[netip.Addr]bool
+}
+
+var (
+	_ stack.Handler = (*Proxy)(nil)
+	_ hbone.Handler = (*Proxy)(nil)
+)
+
+// New checks the configuration.
+func New(cfg Config) (*Proxy, error) {
+	switch {
+	case cfg.Client == nil, cfg.Store == nil, cfg.Underlay == nil, cfg.Tunnel == nil, cfg.DNS == nil, cfg.Records == nil, cfg.Group == nil, cfg.Rand == nil, cfg.Log == nil:
+		return nil, errors.New("proxy: config: Client, Store, Underlay, Tunnel, DNS, Records, Group, Rand and Log are required")
+	case len(cfg.Addrs) == 0:
+		return nil, fmt.Errorf("proxy: %s: the pod has no address", cfg.Client)
+	}
+	for _, d := range []struct {
+		v   *time.Duration
+		def time.Duration
+	}{
+		{&cfg.ConnectTimeout, 10 * time.Second},
+		{&cfg.AttemptTimeout, 40 * time.Second},
+		{&cfg.WorkloadWait, 5 * time.Second},
+		{&cfg.PolicyWait, time.Second},
+		{&cfg.DNSTimeout, 10 * time.Second},
+	} {
+		if *d.v == 0 {
+			*d.v = d.def
+		}
+	}
+	p := &Proxy{cfg: cfg, local: make(map[netip.Addr]bool)}
+	for _, a := range cfg.Addrs {
+		p.local[a] = true
+	}
+	return p, nil
+}
+
+// dnsPort is where questions go.
+const dnsPort = 53
+
+// ServeTCP implements stack.Handler: it decides who opened the flow, the pod or somebody else, and goes on in a set-up of its own.
+func (p *Proxy) ServeTCP(ctx context.Context, req stack.TCPRequest) {
+	f := req.Flow()
+	serve := p.outbound
+	switch {
+	case p.local[f.Dst.Addr()]:
+		serve = p.inbound
+	case f.Dst.Port() == dnsPort:
+		serve = p.serveDNSStream
+	}
+	p.cfg.Group.Go(ctx, func(ctx context.Context) { serve(ctx, req) })
+}
+
+// illegalPort reports whether a port is one of the proxy's own: nothing may be led there through a proxy. They are ztunnel's, with
+// both capture backends.
+func illegalPort(port uint16) bool {
+	return slices.Contains([]uint16{15001, 15006, 15008}, port)
+}
+
+// self finds the pod's own workload and waits for it if it is not known yet.
+func (p *Proxy) self(ctx context.Context) (*workload.Workload, *workload.Snapshot, error) {
+	if w := p.cfg.Store.Snapshot().Local(p.cfg.Client); w != nil {
+		return w, p.cfg.Store.Snapshot(), nil
+	}
+	ctx, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.WorkloadWait)
+	defer cancel()
+	for {
+		var s *workload.Snapshot
+		var w *workload.Workload
+		var unsubscribe func()
+		err := loop.Await(ctx, func(wake func()) {
+			unsubscribe = p.cfg.Store.Subscribe(wake)
+			s = p.cfg.Store.Snapshot()
+			if w = s.Local(p.cfg.Client); w != nil {
+				wake()
+			}
+		})
+		unsubscribe()
+		if w != nil {
+			return w, s, nil
+		}
+		if err != nil {
+			c := p.cfg.Client
+			return nil, nil, fmt.Errorf("failed to fetch information about local workload: %s.%s (%s)", c.ServiceAccount, c.Namespace, c.Name)
+		}
+	}
+}

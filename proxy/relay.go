@@ -1,0 +1,158 @@
+package proxy
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"sync/atomic"
+
+	"ztun.dev/ztun/internal/hbone"
+	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/internal/telemetry"
+)
+
+// A Relay is the task that moves the bytes of one established connection between its two sides: what one sends the other gets,
+// byte for byte; a FIN becomes a FIN, a reset a reset. It holds nothing while it is idle.
+type Relay struct {
+	ref  *loop.Ref
+	rec  *telemetry.Conn
+	up   half // from downstream, which opened the connection, to upstream
+	down half
+	done bool
+}
+
+// A half is one direction.
+type half struct {
+	name     string
+	src, dst loop.Conn
+	sender   loop.Sender    // src, if it can write from its own memory
+	receiver hbone.Receiver // dst, if it can be read into
+	count    *atomic.Uint64
+	left     []byte // was read and did not fit into dst
+	ended    bool   // src's FIN was passed on
+}
+
+// startRelay returns what begins a Relay on the loop of its Ref, or as the child of a tunnel. The Relay owns both Conns.
+func startRelay(downstream, upstream loop.Conn, rec *telemetry.Conn) func(r *loop.Ref) loop.Task {
+	return func(r *loop.Ref) loop.Task {
+		y := &Relay{
+			ref: r, rec: rec,
+			up:   newHalf("send", downstream, upstream, &rec.Received),
+			down: newHalf("receive", upstream, downstream, &rec.Sent),
+		}
+		if err := errors.Join(downstream.Attach(r), upstream.Attach(r)); err != nil {
+			downstream.Reset()
+			upstream.Reset()
+			rec.Finish(fmt.Errorf("relay: %w", err))
+			return nil
+		}
+		rec.SetCloser(func(cause error) { r.Post(func() { y.abort(cause) }) })
+		return y
+	}
+}
+
+func newHalf(name string, src, dst loop.Conn, count *atomic.Uint64) half {
+	h := half{name: name, src: src, dst: dst, count: count}
+	h.sender, _ = src.(loop.Sender)
+	h.receiver, _ = dst.(hbone.Receiver)
+	return h
+}
+
+func (y *Relay) String() string { return fmt.Sprintf("the relay of connection %d", y.rec.ID) }
+
+// Turn implements loop.Task.
+func (y *Relay) Turn(budget int) bool {
+	if y.done {
+		return false
+	}
+	upMore, upErr := y.up.pump(y.ref, budget)
+	// The other direction goes on even if this one broke: an answer that has arrived is delivered before the reset.
+	downMore, downErr := y.down.pump(y.ref, budget)
+	switch {
+	case upErr != nil:
+		y.abort(upErr)
+	case downErr != nil:
+		y.abort(downErr)
+	case y.up.ended && y.down.ended:
+		y.done = true
+		y.up.src.Close()
+		y.up.dst.Close()
+		y.rec.Finish(nil)
+		y.ref.Remove()
+	default:
+		return upMore || downMore
+	}
+	return false
+}
+
+// abort resets both sides. A reset that came from one of them is an ordinary end; any other cause is told.
+func (y *Relay) abort(cause error) {
+	if y.done {
+		return
+	}
+	y.done = true
+	y.up.src.Reset()
+	y.up.dst.Reset()
+	if errors.Is(cause, loop.ErrReset) {
+		cause = nil
+	}
+	y.rec.Finish(cause)
+	y.ref.Remove()
+}
+
+// pump moves up to about budget bytes and reports whether there may be more to move without waiting.
+func (h *half) pump(r *loop.Ref, budget int) (more bool, err error) {
+	for budget > 0 && !h.ended {
+		n, err := h.step(r, budget)
+		budget -= n
+		h.count.Add(uint64(n))
+		switch {
+		case err == nil:
+		case err == loop.ErrAgain:
+			return false, nil
+		case err == io.EOF:
+			h.ended = true
+			if err := h.dst.CloseWrite(); err != nil {
+				return false, fmt.Errorf("while closing connection: %s: %w", h.name, err)
+			}
+		default:
+			return false, fmt.Errorf("%s: %w", h.name, err)
+		}
+	}
+	return !h.ended, nil
+}
+
+// step moves bytes once, by the shortest way that the two ends have. It counts what dst took. io.EOF is src's; ErrAgain may
+// be of either end, and both wake the relay.
+func (h *half) step(r *loop.Ref, limit int) (int, error) {
+	switch {
+	case len(h.left) > 0:
+		n, err := h.dst.TryWrite(h.left)
+		if h.left = h.left[n:]; len(h.left) == 0 {
+			h.left = nil
+		}
+		return n, err
+	case h.receiver != nil:
+		n, err := h.receiver.TryReadFrom(h.src, limit)
+		var source *hbone.SourceError
+		if err != nil && errors.As(err, &source) {
+			return n, source.Err
+		}
+		return n, err
+	case h.sender != nil:
+		return h.sender.TryWriteTo(h.dst, limit)
+	}
+	p := r.Scratch()
+	n, err := h.src.TryRead(p[:min(limit, len(p))])
+	if err != nil {
+		return 0, err
+	}
+	taken, err := h.dst.TryWrite(p[:n])
+	if err != nil && err != loop.ErrAgain {
+		return taken, err
+	}
+	if taken < n {
+		h.left = append([]byte(nil), p[taken:n]...)
+	}
+	return taken, err
+}
