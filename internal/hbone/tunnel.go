@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -191,8 +192,10 @@ func (t *tunnel) end() {
 	t.eng.Close(http2.ErrCodeNo)
 	t.link.close(t.eng.Output(), t.ref.Scratch())
 	t.eng.Sent()
-	for _, s := range t.streams {
-		s.lost(t.err)
+	for _, id := range slices.Sorted(maps.Keys(t.streams)) { // in an order that replays
+		if s := t.streams[id]; s != nil {
+			s.lost(t.err)
+		}
 	}
 	t.ref.Remove() // the relays have their last turn here
 	t.owner.gone(t, t.err)

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"strings"
@@ -14,6 +15,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/net/http2"
 
 	"ztun.dev/ztun/internal/loop"
 	"ztun.dev/ztun/internal/workload"
@@ -45,6 +47,7 @@ type mesh struct {
 	target  Target
 	conns   []loop.Conn // the client's ends, in the order in which they were dialled
 	streams []Stream
+	wrap    func(loop.Conn) loop.Conn // of both ends; nil: none
 }
 
 type meshConfig struct {
@@ -78,6 +81,9 @@ func newMesh(t *testing.T, cfg meshConfig) *mesh {
 	if cfg.pool.Dialer == nil {
 		cfg.pool.Dialer = dialFunc(func(context.Context, netip.AddrPort) (loop.Conn, error) {
 			a, b := loop.PipeAddrs(clientAddr, serverAddr)
+			if ms.wrap != nil {
+				a, b = ms.wrap(a), ms.wrap(b)
+			}
 			ms.conns = append(ms.conns, a)
 			ms.server.Serve(b)
 			return a, nil
@@ -710,4 +716,89 @@ func TestServerHandshakeLimit(t *testing.T) {
 	}
 	s.Ref().Post(func() { _ = s.Close() })
 	_ = a.Close()
+}
+
+// A choppy Conn moves as much as chance allows, often nothing, and wakes its task then as the contract demands.
+type choppy struct {
+	loop.Conn
+	r   *rand.Rand
+	ref *loop.Ref
+}
+
+func (c *choppy) Attach(r *loop.Ref) error {
+	c.ref = r
+	return c.Conn.Attach(r)
+}
+
+func (c *choppy) cut(p []byte) []byte {
+	if c.r.IntN(4) == 0 {
+		if c.ref != nil {
+			c.ref.Wake()
+		}
+		return nil
+	}
+	return p[:min(len(p), 1+c.r.IntN(1<<c.r.IntN(19)))]
+}
+
+func (c *choppy) TryRead(p []byte) (int, error) {
+	if p = c.cut(p); len(p) == 0 {
+		return 0, loop.ErrAgain
+	}
+	return c.Conn.TryRead(p)
+}
+
+func (c *choppy) TryWrite(p []byte) (int, error) {
+	if p = c.cut(p); len(p) == 0 {
+		return 0, loop.ErrAgain
+	}
+	return c.Conn.TryWrite(p)
+}
+
+// TestTunnelChoppy: however the connection below cuts what it carries, and with windows of odd sizes, the streams of a tunnel
+// carry every byte in order, and their end.
+func TestTunnelChoppy(t *testing.T) {
+	for seed := range uint64(8) {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			t.Parallel()
+			r := rand.New(rand.NewPCG(seed, 2))
+			set := Settings{StreamWindow: uint32(1 + r.IntN(1<<20)), FrameSize: uint32(1 << (14 + r.IntN(7)))}
+			ms := newMesh(t, meshConfig{pool: PoolConfig{Settings: set}, server: ServerConfig{Settings: set}})
+			ms.wrap = func(c loop.Conn) loop.Conn { return &choppy{Conn: c, r: r} }
+			var xs []*exchange
+			var sent []int
+			for range 1 + r.IntN(4) {
+				n := 1 + r.IntN(1<<20)
+				sent = append(sent, n)
+				xs = append(xs, startExchange(ms.mustOpen(), pattern(n)))
+			}
+			ms.m.Settle()
+			for i, x := range xs {
+				if x.err != io.EOF || !bytes.Equal(x.got, pattern(sent[i])) { //nolint:errorlint // io.EOF is passed on as it is
+					t.Errorf("stream %d: %d of %d bytes came back, then %v", i, len(x.got), sent[i], x.err)
+				}
+			}
+		})
+	}
+}
+
+// TestTunnelBadPeer: a peer that breaks the protocol is told so and loses its tunnel; the server goes on.
+func TestTunnelBadPeer(t *testing.T) {
+	ms := newMesh(t, meshConfig{})
+	s := ms.mustOpen()
+	var atClient error
+	s.Ref().Post(func() {
+		startEcho(s, &atClient)
+		t := s.(*stream).t
+		t.eng.control(appendHeader(nil, 0, http2.FrameData, 0, 0))
+		t.kick()
+	})
+	ms.m.Settle()
+	if !errors.Is(atClient, loop.ErrReset) {
+		t.Errorf("the stream read %v, want a reset", atClient)
+	}
+	if ms.server.Tunnels() != 0 {
+		t.Error("the tunnel lives on")
+	}
+	again := ms.mustOpen()
+	again.Ref().Post(func() { _ = again.Close() })
 }
