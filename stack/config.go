@@ -31,7 +31,7 @@ type Config struct {
 	Device  tun.Device   // owned: the end of Run closes it
 	Group   *loop.Group  // runs the task that reads Device; set-ups wait by it
 	Handler Handler      // decides what becomes of flows
-	Log     *slog.Logger // nil: nothing is logged
+	Log     *slog.Logger // what an operator can change: limits that were reached. nil: nothing is logged
 
 	MaxInFlight int     // SYNs without an answer or in a handshake; at the limit the oldest is given up. 0 means 2048
 	Limits      *Limits // shared by the stacks of the process; nil: limits of its own

@@ -373,28 +373,26 @@ func TestTryWriteTo(t *testing.T) {
 	dst := &tryer{}
 	steps := []struct {
 		room, limit int
-		fail        error
+		fail        error // of dst
 		wantN       int
-		wantErr     error
+		wantErr     error // if nil, fail in a SendError
 	}{
 		{0, 5000, nil, 0, loop.ErrAgain},
 		{500, 5000, nil, 500, nil},
 		{9999, 700, nil, 700, nil},
 		{1000, 5000, nil, 1000, nil},
 		{9999, 0, nil, 0, nil},
-		{9999, 5000, loop.ErrReset, 0, &loop.SendError{}},
+		{9999, 5000, io.ErrClosedPipe, 0, nil},
 		{9999, 5000, nil, 1800, nil},
 		{9999, 5000, nil, 0, loop.ErrAgain},
 	}
 	for i, s := range steps {
 		dst.room, dst.err = s.room, s.fail
 		n, err := from.TryWriteTo(dst, s.limit)
-		ok := errors.Is(err, s.wantErr)
-		if _, isSend := s.wantErr.(*loop.SendError); isSend {
-			var se *loop.SendError
-			ok = errors.As(err, &se) && errors.Is(se.Err, s.fail)
-		}
-		if n != s.wantN || !ok {
+		var failed *loop.SendError
+		if got := errors.As(err, &failed); got != (s.fail != nil) || got && !errors.Is(failed.Err, s.fail) {
+			t.Errorf("step %d: TryWriteTo: %v, want %v of dst", i, err, s.fail)
+		} else if n != s.wantN || !got && !errors.Is(err, s.wantErr) {
 			t.Errorf("step %d: TryWriteTo = %d, %v, want %d, %v", i, n, err, s.wantN, s.wantErr)
 		}
 	}

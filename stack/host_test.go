@@ -34,7 +34,7 @@ type host struct {
 	done  sync.WaitGroup
 
 	mu   sync.Mutex // guards below
-	deaf bool       // packets to the host are lost, and its own are not sent
+	deaf bool       // packets to the host are lost
 }
 
 func newHost(t testing.TB, dev tun.Device, addrs ...netip.Addr) *host {
@@ -193,6 +193,7 @@ type live struct {
 	ctx  context.Context
 	port uint16
 	reqs chan TCPRequest
+	stop func() // ends the stack and waits
 }
 
 func (l *live) ServeTCP(_ context.Context, req TCPRequest) { l.reqs <- req }
@@ -233,9 +234,12 @@ func newLive(t testing.TB, kind string) *live {
 			t.Error(err)
 		}
 	})
-	t.Cleanup(func() {
+	l.stop = func() {
 		cancel()
 		running.Wait()
+	}
+	t.Cleanup(func() {
+		l.stop()
 		stopGroup()
 		loops.Wait()
 		l.h.close()

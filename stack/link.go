@@ -63,12 +63,12 @@ func (l *link) deliver(v6 bool, hdr, rest []byte, view *buffer.View) {
 		return
 	}
 	var b buffer.Buffer
-	b.Append(buffer.NewViewWithData(hdr))
+	_ = b.Append(buffer.NewViewWithData(hdr)) // never fails
 	if len(rest) > 0 {
-		b.Append(buffer.NewViewWithData(rest))
+		_ = b.Append(buffer.NewViewWithData(rest))
 	}
 	if view != nil {
-		b.Append(view)
+		_ = b.Append(view)
 	}
 	pkt := stack.NewPacketBuffer(stack.PacketBufferOptions{Payload: b})
 	if v6 {

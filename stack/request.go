@@ -15,14 +15,15 @@ import (
 	"ztun.dev/ztun/internal/loop"
 )
 
-// Causes of the end of a request's ctx.
+// Causes of the end of a request's ctx; all are ErrGone as well.
 var (
-	errEvicted  = errors.New("stack: given up for a newer attempt")
-	errGaveUp   = errors.New("stack: the application gave up")
-	errAged     = errors.New("stack: no answer for 75 s")
-	errStopped  = errors.New("stack: the stack was closed")
-	errNotTaken = errors.New("stack: the netstack did not take the SYN")
+	errEvicted = fmt.Errorf("%w: given up for a newer attempt", ErrGone)
+	errGaveUp  = fmt.Errorf("%w: the application gave up", ErrGone)
+	errAged    = fmt.Errorf("%w: no answer for %v", ErrGone, maxAttempt)
+	errStopped = fmt.Errorf("%w: the stack was closed", ErrGone)
 )
+
+var errNotTaken = errors.New("stack: the netstack did not take the SYN")
 
 // A table holds the requests of a stack, from the SYN to the answer or to the end of the handshake, oldest first.
 //
@@ -37,6 +38,7 @@ type table struct {
 	handshakes     map[Flow]*request
 	closed         bool
 	timer          *loop.Timer // for the oldest deadline, or an earlier one; nil: none
+	warned         time.Time   // when a limit was last logged
 
 	running sync.WaitGroup // handshakes; added to with mu held and the table not closed
 }
@@ -125,12 +127,27 @@ func (t *table) syn(p *packet, b []byte) {
 	} else {
 		s.count.drop(DropLimit)
 	}
+	warn := (evicted != nil || r == nil) && t.mayWarn()
 	t.mu.Unlock()
 	replaced.end(errGaveUp)
 	evicted.end(errEvicted)
+	if warn {
+		s.cfg.Log.Warn("too many connection attempts without an answer", "in_flight", s.count.inFlight.Load(),
+			"limit", s.cfg.MaxInFlight, "process", s.cfg.Limits.InFlight(), "process_limit", s.cfg.Limits.max)
+	}
 	if r != nil {
 		s.cfg.Handler.ServeTCP(ctx, r)
 	}
+}
+
+// mayWarn reports, once a minute, that a limit may be logged. mu is held.
+func (t *table) mayWarn() bool {
+	now := t.s.cfg.Group.Now()
+	if !t.warned.IsZero() && now.Sub(t.warned) < time.Minute {
+		return false
+	}
+	t.warned = now
+	return true
 }
 
 // rst takes a RST and reports whether it ended a request that had no answer yet.
@@ -374,7 +391,7 @@ func (s *Stack) serveHandshake(fr *tcp.ForwarderRequest) {
 	ep, err := fr.CreateEndpoint(queue)
 	fr.Complete(false)
 	if err != nil {
-		s.table.handshakeDone(r, nil, fmt.Errorf("%w: handshake: %w", ErrGone, goError(err)))
+		s.table.handshakeDone(r, nil, fmt.Errorf("%w: %w", errGaveUp, goError(err)))
 		return
 	}
 	s.setOptions(ep)
@@ -402,7 +419,7 @@ func (t *table) handshakeDone(r *request, c *conn, err error) {
 	t.mu.Unlock()
 	switch {
 	case !won && c != nil:
-		c.Reset()
+		_ = c.Reset() // always succeeds
 	case won && err != nil:
 		r.cancel(errGaveUp)
 		wake()
@@ -453,7 +470,7 @@ func (r *request) Accept(ctx context.Context) (loop.Conn, error) {
 	t.mu.Unlock()
 	switch {
 	case waitErr != nil && c != nil:
-		c.Reset()
+		_ = c.Reset() // always succeeds
 	case waitErr != nil:
 		t.abort(r)
 	case c != nil:

@@ -1,18 +1,18 @@
 package stack
 
 import (
+	"bytes"
 	"context"
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-
-	"ztun.dev/ztun/internal/loop"
-	"ztun.dev/ztun/tun"
 )
 
 // TestAnswersOnTheWire compares whole packets; their sums were computed elsewhere.
@@ -232,9 +232,13 @@ func TestLimits(t *testing.T) {
 		}
 	})
 	t.Run("at the process limit a new SYN is dropped", func(t *testing.T) {
-		r := newRig(t, func(c *Config) { c.Limits = NewLimits(2) })
+		var log bytes.Buffer
+		r := newRig(t, func(c *Config) { c.Limits, c.Log = NewLimits(2), slog.New(slog.NewTextHandler(&log, nil)) })
 		for i := range 3 {
 			r.send(syn(flowN(i), 1))
+		}
+		if n := strings.Count(log.String(), "too many connection attempts"); n != 1 {
+			t.Errorf("the limit was logged %d times, want 1: %s", n, &log)
 		}
 		if st := r.s.Stats(); len(r.asked) != 2 || st.Drops[DropLimit] != 1 {
 			t.Errorf("%d requests, %d dropped, want 2 and 1", len(r.asked), st.Drops[DropLimit])
@@ -507,6 +511,3 @@ func TestReaderStopsWithoutClosing(t *testing.T) {
 		t.Errorf("%d requests after the reader began again, want 1", len(r.asked))
 	}
 }
-
-var _ tun.Device = (*tun.PipeEnd)(nil)
-var _ loop.Conn = (*conn)(nil)
