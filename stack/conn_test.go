@@ -8,6 +8,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"runtime"
 	"sync"
 	"syscall"
 	"testing"
@@ -405,3 +406,15 @@ const (
 	readable     = waiter.ReadableEvents
 	receiveQueue = tcpip.ReceiveQueueSizeOption
 )
+
+func TestIdleConnectionsHoldNoGoroutine(t *testing.T) {
+	r := newRig(t, nil)
+	before := runtime.NumGoroutine()
+	for i := range 200 {
+		c, _ := r.handshake(flowN(i), 1)
+		defer c.Reset()
+	}
+	if n := runtime.NumGoroutine() - before; n > 20 {
+		t.Errorf("200 idle connections hold %d goroutines", n)
+	}
+}

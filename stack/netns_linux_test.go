@@ -236,6 +236,51 @@ func TestNetnsReset(t *testing.T) {
 	})
 }
 
+func TestNetnsRunEndsWhenTheDeviceIsDeleted(t *testing.T) {
+	h := newKernelHost(t)
+	g, err := loop.New(loop.Config{Now: time.Now})
+	if err != nil {
+		t.Fatal(err)
+	}
+	gctx, stopGroup := context.WithCancel(context.Background())
+	var loops sync.WaitGroup
+	loops.Go(func() {
+		if err := g.Run(gctx); err != nil {
+			t.Error(err)
+		}
+	})
+	defer loops.Wait()
+	defer stopGroup()
+	s, err := New(Config{Device: h.dev, Group: g, Handler: refuser{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- s.Run(context.Background()) }()
+	if _, err := h.dial(flow4.Dst); !errors.Is(err, syscall.ECONNREFUSED) {
+		t.Errorf("connect: %v, want %v", err, syscall.ECONNREFUSED)
+	}
+	deleted := make(chan error, 1)
+	h.work <- func() {
+		link, err := netlink.LinkByName("ztun0")
+		if err == nil {
+			err = netlink.LinkDel(link)
+		}
+		deleted <- err
+	}
+	if err := <-deleted; err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case err := <-ended:
+		if !errors.Is(err, syscall.EBADFD) {
+			t.Errorf("Run() = %v, want %v", err, syscall.EBADFD)
+		}
+	case <-time.After(10 * time.Second):
+		t.Fatal("Run goes on 10 s after its device was deleted")
+	}
+}
+
 func BenchmarkNetnsBulk(b *testing.B) {
 	for _, up := range []bool{true, false} {
 		b.Run(fmt.Sprintf("up=%v", up), func(b *testing.B) {
