@@ -37,8 +37,8 @@ func TestInteropClient(t *testing.T) {
 	a, b := tcpPair(t)
 	tm.server.Serve(newSock(t, b))
 	tc := tls.Client(a, p.clientTLS(client1.String()))
-	tr := &http2.Transport{DisableCompression: true}
-	cc, err := tr.NewClientConn(tc)
+	tr := &http2.Transport{DisableCompression: true} //nolint:staticcheck // the deprecated layer is the peer that is wanted
+	cc, err := tr.NewClientConn(tc)                  //nolint:staticcheck // the deprecated layer is the peer that is wanted
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -99,7 +99,7 @@ func TestInteropServer(t *testing.T) {
 			t.Error(err)
 			return
 		}
-		(&http2.Server{}).ServeConn(tc, &http2.ServeConnOpts{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		handler := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			if r.Method != http.MethodConnect || strings.HasPrefix(r.Host, "denied") {
 				w.Header().Set("x-ztun-reason", "policy")
 				w.WriteHeader(http.StatusUnauthorized)
@@ -118,7 +118,8 @@ func TestInteropServer(t *testing.T) {
 				}
 				_ = http.NewResponseController(w).Flush()
 			}
-		})})
+		})
+		(&http2.Server{}).ServeConn(tc, &http2.ServeConnOpts{Handler: handler}) //nolint:staticcheck // the deprecated layer is the peer that is wanted
 	}
 	pool, err := NewPool(PoolConfig{Group: tm.group, TLS: clientFrom(p.clientTLS(client1.String())), Dialer: dialFunc(func(context.Context, netip.AddrPort) (loop.Conn, error) {
 		a, b := tcpPair(t)
@@ -144,7 +145,7 @@ func TestInteropServer(t *testing.T) {
 	case <-ctx.Done():
 		t.Fatal("stuck")
 	}
-	if x.err != io.EOF || string(x.got) != string(pattern(size)) { //nolint:errorlint // io.EOF is passed on as it is
+	if x.err != io.EOF || string(x.got) != string(pattern(size)) {
 		t.Errorf("%d bytes came back, then %v; want %d and the end", len(x.got), x.err, size)
 	}
 

@@ -238,10 +238,9 @@ type opening struct {
 	headers   Headers
 	done      func() // called once, on the loop or by start
 
-	s         *stream
-	err       error
-	settled   bool // the peer spoke HTTP/2 by the time it failed
-	abandoned bool
+	s       *stream
+	err     error
+	settled bool // the peer spoke HTTP/2 by the time it failed
 }
 
 // open sends the CONNECT; safe from any goroutine.

@@ -286,7 +286,7 @@ func TestTunnelEcho(t *testing.T) {
 	x := startExchange(s, pattern(size))
 	ms.m.Settle()
 	back := x.got
-	if x.err != io.EOF { //nolint:errorlint // io.EOF is passed on as it is
+	if x.err != io.EOF {
 		t.Errorf("read: %v, want the end", x.err)
 	}
 	if !bytes.Equal(back, pattern(size)) {
@@ -773,7 +773,7 @@ func TestTunnelChoppy(t *testing.T) {
 			}
 			ms.m.Settle()
 			for i, x := range xs {
-				if x.err != io.EOF || !bytes.Equal(x.got, pattern(sent[i])) { //nolint:errorlint // io.EOF is passed on as it is
+				if x.err != io.EOF || !bytes.Equal(x.got, pattern(sent[i])) {
 					t.Errorf("stream %d: %d of %d bytes came back, then %v", i, len(x.got), sent[i], x.err)
 				}
 			}
