@@ -138,7 +138,7 @@ func (l *eventLoop) start(r *Ref, start func(*Ref) Task) {
 		r.Remove()
 		return
 	}
-	r.wakeLocal()
+	r.WakeLocal()
 }
 
 // turn gives a task that was taken from a queue its turn.

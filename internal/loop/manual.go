@@ -15,14 +15,15 @@ import (
 type Manual struct {
 	group      *Group
 	loop       *eventLoop
-	now        time.Time
-	coroutines []*coroutine // in the order of their start
+	now        atomic.Pointer[time.Time] // a netstack's goroutines read it as well
+	coroutines []*coroutine              // in the order of their start
 }
 
 // NewManual returns a driver whose clock stands at start.
 func NewManual(start time.Time) *Manual {
-	m := &Manual{now: start}
-	m.group = newGroup(Config{Loops: 1, Now: func() time.Time { return m.now }})
+	m := new(Manual)
+	m.now.Store(&start)
+	m.group = newGroup(Config{Loops: 1, Now: func() time.Time { return *m.now.Load() }})
 	m.group.manual = m
 	m.loop = newEventLoop(m.group)
 	m.group.loops = []*eventLoop{m.loop}
@@ -60,17 +61,17 @@ func (m *Manual) Settle() {
 
 // Advance moves the clock on by d, from timer to timer, and settles at each.
 func (m *Manual) Advance(d time.Duration) {
-	end := m.now.Add(d)
+	end := m.now.Load().Add(d)
 	for {
 		m.Settle()
 		m.loop.mu.Lock()
 		due := len(m.loop.timers) > 0 && !m.loop.timers[0].at.After(end)
 		if due {
-			m.now = m.loop.timers[0].at
+			m.now.Store(&m.loop.timers[0].at)
 		}
 		m.loop.mu.Unlock()
 		if !due {
-			m.now = end
+			m.now.Store(&end)
 			return
 		}
 	}

@@ -33,8 +33,9 @@ func (r *Ref) Wake() {
 	r.loop.send(message{ref: r})
 }
 
-// wakeLocal is Wake on the task's own loop.
-func (r *Ref) wakeLocal() {
+// WakeLocal is Wake for callers on the task's own loop: the task is queued at once, so that a parent which wakes a child in its
+// turn finds it in RunChildren of the same turn.
+func (r *Ref) WakeLocal() {
 	if !r.wakePending.Swap(true) {
 		r.enqueue()
 	}
@@ -114,7 +115,7 @@ func (r *Ref) Child(start func(r *Ref) Task) *Ref {
 		c.Remove()
 		return nil
 	}
-	c.wakeLocal()
+	c.WakeLocal()
 	return c
 }
 

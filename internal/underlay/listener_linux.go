@@ -27,7 +27,7 @@ type Listener struct {
 	paused *loop.Timer
 }
 
-// Listen binds and listens on addr, with our mark: what it accepts inherits it, so that replies are not captured. An
+// Listen binds and listens on addr for tunnels, with our mark: what it accepts inherits it, so that replies are not captured. An
 // unspecified IPv6 address takes IPv4 as well. Accepting begins with Start.
 func (u *Underlay) Listen(addr netip.AddrPort) (*Listener, error) {
 	domain, sa := sockaddr(addr)
@@ -62,8 +62,10 @@ func (u *Underlay) listen(fd, domain int, sa unix.Sockaddr) error {
 			return fmt.Errorf("%s: %w", o.name, err)
 		}
 	}
-	if err := u.tune(fd); err != nil { // inherited by what is accepted
-		return err
+	for _, set := range []func(int) error{u.tune, u.setUserTimeout} { // inherited by what is accepted
+		if err := set(fd); err != nil {
+			return err
+		}
 	}
 	if err := unix.Bind(fd, sa); err != nil {
 		return err

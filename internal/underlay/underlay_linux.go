@@ -22,7 +22,9 @@ type Config struct {
 	Rand  func() uint64 // chooses ports
 	Log   *slog.Logger
 
-	// Keepalive finds dead peers (defaults: 45 s, 15 s, 3; the user timeout is their sum, 90 s).
+	// Keepalive finds dead peers (defaults: 45 s, 15 s, 3). On tunnels, whose both ends always read, unacknowledged data may
+	// also not be older than their sum, 90 s (TCP_USER_TIMEOUT). Not on connections of applications: the kernel would cut one
+	// whose reader pauses, because a window of zero counts as no acknowledgement (measured).
 	KeepaliveTime, KeepaliveInterval time.Duration
 	KeepaliveRetries                 int
 }
@@ -51,6 +53,23 @@ func (u *Underlay) Dial(ctx context.Context, dst netip.AddrPort) (loop.Conn, err
 		return nil, fmt.Errorf("underlay: connect %s: %w", dst, err)
 	}
 	return c, nil
+}
+
+// DialPeer is Dial for tunnels: data that the peer does not acknowledge ends the connection.
+func (u *Underlay) DialPeer(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) {
+	c, err := u.dial(ctx, dst, u.cfg.Marks.Own, u.setUserTimeout)
+	if err != nil {
+		return nil, fmt.Errorf("underlay: connect %s: %w", dst, err)
+	}
+	return c, nil
+}
+
+func (u *Underlay) setUserTimeout(fd int) error {
+	d := u.cfg.KeepaliveTime + time.Duration(u.cfg.KeepaliveRetries)*u.cfg.KeepaliveInterval
+	if err := unix.SetsockoptInt(fd, unix.SOL_TCP, unix.TCP_USER_TIMEOUT, int(d/time.Millisecond)); err != nil {
+		return fmt.Errorf("TCP_USER_TIMEOUT: %w", err)
+	}
+	return nil
 }
 
 // DialLoopback connects to an address of the loopback interface, which is never captured.
@@ -222,7 +241,6 @@ func (u *Underlay) awaitReady(ctx context.Context, fd int) error {
 
 // tune sets what every TCP socket of the data path has.
 func (u *Underlay) tune(fd int) error {
-	user := u.cfg.KeepaliveTime + time.Duration(u.cfg.KeepaliveRetries)*u.cfg.KeepaliveInterval
 	for _, o := range []struct {
 		level, opt, value int
 		name              string
@@ -233,7 +251,6 @@ func (u *Underlay) tune(fd int) error {
 		{unix.SOL_TCP, unix.TCP_KEEPIDLE, int(u.cfg.KeepaliveTime / time.Second), "TCP_KEEPIDLE"},
 		{unix.SOL_TCP, unix.TCP_KEEPINTVL, int(u.cfg.KeepaliveInterval / time.Second), "TCP_KEEPINTVL"},
 		{unix.SOL_TCP, unix.TCP_KEEPCNT, u.cfg.KeepaliveRetries, "TCP_KEEPCNT"},
-		{unix.SOL_TCP, unix.TCP_USER_TIMEOUT, int(user / time.Millisecond), "TCP_USER_TIMEOUT"},
 	} {
 		if err := unix.SetsockoptInt(fd, o.level, o.opt, o.value); err != nil {
 			return fmt.Errorf("%s: %w", o.name, err)

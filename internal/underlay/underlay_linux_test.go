@@ -1,0 +1,345 @@
+package underlay
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"os"
+	"runtime"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"go.uber.org/goleak"
+	"golang.org/x/net/nettest"
+	"golang.org/x/sys/unix"
+
+	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/tun"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// newNetns makes an empty network namespace with loopback up.
+func newNetns(t *testing.T) *tun.Netns {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		if os.Getenv("ZTUN_REQUIRE_NETNS") == "1" {
+			t.Fatal("needs root")
+		}
+		t.Skip("needs root; ZTUN_REQUIRE_NETNS=1 makes this an error")
+	}
+	type result struct {
+		ns  *tun.Netns
+		err error
+	}
+	made := make(chan result)
+	go func() {
+		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
+		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+			made <- result{err: err}
+			return
+		}
+		ns, err := tun.CurrentNetns()
+		if err == nil {
+			var lo netlink.Link
+			if lo, err = netlink.LinkByName("lo"); err == nil {
+				err = netlink.LinkSetUp(lo)
+			}
+			// An address that is not loopback, as a pod has.
+			if err == nil {
+				err = netlink.AddrAdd(lo, &netlink.Addr{IPNet: &net.IPNet{IP: net.IPv4(10, 1, 0, 1), Mask: net.CIDRMask(32, 32)}})
+			}
+		}
+		made <- result{ns, err}
+	}()
+	r := <-made
+	if r.err != nil {
+		t.Fatal(r.err)
+	}
+	t.Cleanup(func() { r.ns.Close() })
+	return r.ns
+}
+
+func startGroup(t *testing.T) *loop.Group {
+	t.Helper()
+	g, err := loop.New(loop.Config{Loops: 2, Now: time.Now})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error)
+	go func() { done <- g.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		if s := g.Stats(); s != (loop.Stats{}) {
+			t.Errorf("after the end the group holds %+v", s)
+		}
+	})
+	return g
+}
+
+func newUnderlay(t *testing.T) *Underlay {
+	t.Helper()
+	ns := newNetns(t)
+	u, err := New(Config{
+		Netns: ns, Group: startGroup(t), Marks: tun.Marks{Own: 0x539, Deliver: 0x111}, Rand: rand.Uint64, Log: slog.New(slog.DiscardHandler),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return u
+}
+
+// listen accepts into a channel on some port of addr.
+func listen(t *testing.T, u *Underlay, addr string) (netip.AddrPort, <-chan loop.Conn) {
+	t.Helper()
+	a := netip.AddrPortFrom(netip.MustParseAddr(addr), 7000)
+	l, err := u.Listen(a)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conns := make(chan loop.Conn, 16)
+	if err := l.Start(func(c loop.Conn) { conns <- c }); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := l.Close(context.Background()); err != nil {
+			t.Error(err)
+		}
+	})
+	return a, conns
+}
+
+func TestNetnsConnsBehaveAsNetConns(t *testing.T) {
+	for _, addr := range []string{"127.0.0.1", "::1"} {
+		t.Run(addr, func(t *testing.T) {
+			u := newUnderlay(t)
+			a, conns := listen(t, u, addr)
+			nettest.TestConn(t, func() (net.Conn, net.Conn, func(), error) {
+				c, err := u.Dial(t.Context(), a)
+				if err != nil {
+					return nil, nil, nil, err
+				}
+				s := <-conns
+				if s.RemoteAddr() != c.LocalAddr() || s.LocalAddr() != a || c.RemoteAddr() != a {
+					return nil, nil, nil, errors.New("the ends disagree about their addresses")
+				}
+				x, y := u.cfg.Group.Blocking(context.Background(), c), u.cfg.Group.Blocking(context.Background(), s)
+				return x, y, func() { x.Close(); y.Close() }, nil
+			})
+		})
+	}
+}
+
+func TestNetnsHalfCloseAndReset(t *testing.T) {
+	u := newUnderlay(t)
+	a, conns := listen(t, u, "127.0.0.1")
+	open := func() (*loop.Blocked, *loop.Blocked) {
+		t.Helper()
+		c, err := u.Dial(t.Context(), a)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return u.cfg.Group.Blocking(t.Context(), c), u.cfg.Group.Blocking(t.Context(), <-conns)
+	}
+	c, s := open()
+	data := bytes.Repeat([]byte("0123456789"), 400_000)
+	go func() {
+		c.Write(data)
+		c.CloseWrite()
+	}()
+	got, err := io.ReadAll(s)
+	if err != nil || !bytes.Equal(got, data) {
+		t.Errorf("%d bytes and %v, want %d bytes and EOF", len(got), err, len(data))
+	}
+	if _, err := s.Write([]byte("still open")); err != nil {
+		t.Errorf("after a half-close the other direction fails: %v", err)
+	}
+	s.Close()
+	if got, err := io.ReadAll(c); err != nil || string(got) != "still open" {
+		t.Errorf("%q, %v", got, err)
+	}
+	c.Close()
+
+	c, s = open()
+	c.Reset()
+	if _, err := s.Read(make([]byte, 1)); !errors.Is(err, loop.ErrReset) || !errors.Is(err, unix.ECONNRESET) {
+		t.Errorf("after a reset: %v, want ErrReset", err)
+	}
+	s.Close()
+}
+
+func TestNetnsDialErrors(t *testing.T) {
+	u := newUnderlay(t)
+	if _, err := u.Dial(t.Context(), netip.MustParseAddrPort("127.0.0.1:1")); !errors.Is(err, unix.ECONNREFUSED) {
+		t.Errorf("closed port: %v, want connection refused", err)
+	}
+	if _, err := u.Dial(t.Context(), netip.MustParseAddrPort("192.0.2.1:1")); !errors.Is(err, unix.ENETUNREACH) {
+		t.Errorf("no route: %v, want network unreachable", err)
+	}
+	if _, err := u.DialLoopback(t.Context(), netip.MustParseAddrPort("10.1.0.1:1")); err == nil || !strings.Contains(err.Error(), "not a loopback address") {
+		t.Errorf("DialLoopback elsewhere: %v", err)
+	}
+	// A listener with a full backlog answers nothing: the wait ends with its context.
+	a, conns := listen(t, u, "127.0.0.1")
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := u.Dial(ctx, a)
+	select { // loopback may be quicker than the cancelled context
+	case c := <-conns:
+		c.Close()
+	case <-time.After(100 * time.Millisecond):
+	}
+	if err != nil && !errors.Is(err, context.Canceled) {
+		t.Errorf("cancelled: %v", err)
+	}
+}
+
+func TestNetnsListenerNamesAPortThatIsTaken(t *testing.T) {
+	u := newUnderlay(t)
+	a, _ := listen(t, u, "127.0.0.1")
+	if _, err := u.Listen(a); !errors.Is(err, unix.EADDRINUSE) || !strings.Contains(err.Error(), "stop the process that holds the port") {
+		t.Errorf("got %v, want the cause and the next step", err)
+	}
+}
+
+func TestNetnsSocketsCarryMarksAndLimits(t *testing.T) {
+	u := newUnderlay(t)
+	a, conns := listen(t, u, "127.0.0.1")
+	c, err := u.DialPeer(t.Context(), a)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := <-conns
+	for name, conn := range map[string]loop.Conn{"dialled": c, "accepted": s} {
+		fd := conn.(*Conn).fd
+		for _, o := range []struct {
+			level, opt, want int
+			name             string
+		}{
+			{unix.SOL_SOCKET, unix.SO_MARK, 0x539, "mark"},
+			{unix.SOL_TCP, unix.TCP_NODELAY, 1, "nodelay"},
+			{unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1, "keepalive"},
+			{unix.SOL_TCP, unix.TCP_KEEPIDLE, 45, "keepalive time"},
+			{unix.SOL_TCP, unix.TCP_USER_TIMEOUT, 90_000, "user timeout"},
+		} {
+			if o.name == "mark" && name == "accepted" {
+				continue // inherited only with tcp_fwmark_accept or from the listener, which is another test's concern
+			}
+			if got, err := unix.GetsockoptInt(fd, o.level, o.opt); err != nil || got != o.want {
+				t.Errorf("%s of the %s socket is %d (%v), want %d", o.name, name, got, err, o.want)
+			}
+		}
+	}
+	c.Close()
+	s.Close()
+}
+
+func TestNetnsDeliverIsFromTheClientsAddress(t *testing.T) {
+	u := newUnderlay(t)
+	// What the capture sets up: replies to the delivery mark come back to us.
+	if err := u.cfg.Netns.Do(func() error {
+		rule := netlink.NewRule()
+		rule.Priority, rule.Mark, rule.Table = 900, 0x111, 1338
+		mask := uint32(0xfff)
+		rule.Mask = &mask
+		if err := netlink.RuleAdd(rule); err != nil {
+			return err
+		}
+		lo, err := netlink.LinkByName("lo")
+		if err != nil {
+			return err
+		}
+		_, all, _ := net.ParseCIDR("0.0.0.0/0")
+		if err := netlink.RouteAdd(&netlink.Route{LinkIndex: lo.Attrs().Index, Dst: all, Table: 1338, Type: unix.RTN_LOCAL, Scope: netlink.SCOPE_HOST}); err != nil {
+			return err
+		}
+		return os.WriteFile("/proc/sys/net/ipv4/tcp_fwmark_accept", []byte("1"), 0)
+	}); err != nil {
+		t.Fatal(err)
+	}
+	// The application: a listener without a mark of its own, which would break the inheritance of ours.
+	var l net.Listener
+	if err := u.cfg.Netns.Do(func() (err error) { l, err = net.Listen("tcp", "10.1.0.1:7000"); return err }); err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	a := netip.MustParseAddrPort("10.1.0.1:7000")
+	client := netip.MustParseAddrPort("192.0.2.7:40000")
+	c, err := u.Deliver(t.Context(), client, a)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := s.RemoteAddr().(*net.TCPAddr).AddrPort(); got.Addr() != client.Addr() || got.Port() == client.Port() || got.Port() > lastDeliveryPort || got.Port() < firstDeliveryPort {
+		t.Errorf("the application sees %v, want the client's address and a port of ours", got)
+	}
+	x := u.cfg.Group.Blocking(t.Context(), c)
+	go func() { x.Write([]byte("hello")); x.CloseWrite() }()
+	if got, err := io.ReadAll(s); err != nil || string(got) != "hello" {
+		t.Errorf("%q, %v", got, err)
+	}
+	x.Close()
+	s.Close()
+
+	// A pod that reaches itself cannot be imitated.
+	c, err = u.Deliver(t.Context(), netip.MustParseAddrPort("10.1.0.1:40000"), a)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s, err = l.Accept(); err != nil {
+		t.Fatal(err)
+	}
+	if got := s.RemoteAddr().(*net.TCPAddr).AddrPort().Addr(); got != a.Addr() {
+		t.Errorf("self-call: the application sees %v, want %v", got, a.Addr())
+	}
+	c.Close()
+	s.Close()
+}
+
+func TestNetnsExchange(t *testing.T) {
+	u := newUnderlay(t)
+	fd, err := u.cfg.Netns.Socket(unix.AF_INET, unix.SOCK_DGRAM, unix.IPPROTO_UDP)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	if err := unix.Bind(fd, &unix.SockaddrInet4{Port: 53, Addr: [4]byte{127, 0, 0, 1}}); err != nil {
+		t.Fatal(err)
+	}
+	go func() { // a resolver that first sends something else
+		p := make([]byte, 512)
+		n, from, err := unix.Recvfrom(fd, p, 0)
+		if err != nil {
+			return
+		}
+		unix.Sendto(fd, []byte("noise"), 0, from)
+		unix.Sendto(fd, append([]byte("re:"), p[:n]...), 0, from)
+	}()
+	server := netip.MustParseAddrPort("127.0.0.1:53")
+	got, err := u.Exchange(t.Context(), server, []byte("question"), make([]byte, 512), func(p []byte) bool { return bytes.HasPrefix(p, []byte("re:")) })
+	if err != nil || string(got) != "re:question" {
+		t.Errorf("%q, %v", got, err)
+	}
+	ctx, cancel := u.cfg.Group.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if _, err := u.Exchange(ctx, server, []byte("x"), make([]byte, 512), func([]byte) bool { return true }); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("no answer: %v, want the deadline", err)
+	}
+	if _, err := u.Exchange(t.Context(), netip.MustParseAddrPort("127.0.0.1:54"), []byte("x"), make([]byte, 512), func([]byte) bool { return true }); !errors.Is(err, unix.ECONNREFUSED) {
+		t.Errorf("no resolver: %v, want refused", err)
+	}
+}
