@@ -5,7 +5,6 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"sync/atomic"
 )
 
 // A State is the mesh as lists: what a Snapshot is built of.
@@ -314,12 +313,3 @@ type Client struct {
 }
 
 func (c *Client) String() string { return c.Namespace + "/" + c.Name }
-
-// A Store holds the current Snapshot. The zero value holds an empty one.
-type Store struct{ current atomic.Pointer[Snapshot] }
-
-// Snapshot is the current state; never nil in effect: a nil *Snapshot answers every lookup with nothing.
-func (s *Store) Snapshot() *Snapshot { return s.current.Load() }
-
-// Replace makes st the current state.
-func (s *Store) Replace(st State) { s.current.Store(NewSnapshot(st)) }
