@@ -1,0 +1,276 @@
+package node
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"ztun.dev/ztun/internal/ca"
+	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/internal/lab"
+)
+
+// The lab of the tests: two nodes with two pods each. The names are those of the pods' workloads.
+const (
+	clientA = iota // node a, allowed
+	otherA         // node a, another service account
+	webB           // node b, serves web
+	plainB         // node b, not in the mesh: no ztun, no workload
+)
+
+// A bed is a lab with a mesh on it.
+type bed struct {
+	*lab.Lab
+	t    *testing.T
+	dir  string
+	pods []*lab.Host
+
+	nodes [2]*process
+}
+
+// A process is one node's ztun, in this process.
+type process struct {
+	stop context.CancelFunc
+	done chan struct{}
+	err  error
+	out  *logBuffer // the access log
+	log  *logBuffer
+}
+
+const meshState = `
+workloads:
+- {uid: c//Pod/shop/client, name: client, namespace: shop, serviceAccount: client, protocol: HBONE, node: node-a, workloadIps: [%[1]s, "%[2]s"], services: {}}
+- {uid: c//Pod/shop/other, name: other, namespace: shop, serviceAccount: other, protocol: HBONE, node: node-a, workloadIps: [%[3]s, "%[4]s"], services: {}}
+- uid: c//Pod/shop/web
+  name: web
+  namespace: shop
+  serviceAccount: web
+  protocol: HBONE
+  node: node-b
+  workloadIps: [%[5]s, "%[6]s"]
+  authorizationPolicies: [shop/no-other]
+  services: {shop/web.shop.svc.cluster.local: {80: 8080}}
+services:
+- {name: web, namespace: shop, hostname: web.shop.svc.cluster.local, vips: [/10.96.0.10, "/fd96::10"], ports: {80: 8080, 81: 1}}
+policies:
+- name: no-other
+  namespace: shop
+  scope: WorkloadSelector
+  action: Deny
+  dryRun: false
+  rules: [[[{principals: [!Exact cluster.local/ns/shop/sa/other]}]]]
+`
+
+func requireRoot(t *testing.T) {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		if os.Getenv("ZTUN_REQUIRE_NETNS") == "1" {
+			t.Fatal("needs root")
+		}
+		t.Skip("needs root; ZTUN_REQUIRE_NETNS=1 makes this an error")
+	}
+}
+
+// newBed builds the lab, without ztun.
+func newBed(t *testing.T) *bed {
+	t.Helper()
+	requireRoot(t)
+	l, err := lab.New(t.Context(), lab.Config{Nodes: 2, PodsPerNode: 2, IPv6: true, ResolvConf: "nameserver 10.96.0.53\noptions timeout:2 attempts:1\n"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := &bed{Lab: l, t: t, dir: t.TempDir(), pods: []*lab.Host{l.Pod(0, 0), l.Pod(0, 1), l.Pod(1, 0), l.Pod(1, 1)}}
+	t.Cleanup(func() {
+		for i := range b.nodes {
+			b.stop(i)
+		}
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	p := b.pods
+	state := fmt.Sprintf(meshState, p[0].Addr4, p[0].Addr6, p[1].Addr4, p[1].Addr6, p[2].Addr4, p[2].Addr6)
+	b.write("mesh.yaml", state)
+	authority, err := ca.New(time.Now)
+	if err != nil {
+		t.Fatal(err)
+	}
+	secret, err := authority.PEM()
+	if err != nil {
+		t.Fatal(err)
+	}
+	b.write("root.pem", string(secret))
+	for i, pods := range [][]string{{"client", "other"}, {"web"}} {
+		name := []string{"node-a", "node-b"}[i]
+		text := fmt.Sprintf("nodeName: %s\nlocalXdsPath: %s\nfakeCa: true\nfakeCaRoot: %s\nhandoverSocket: %s\npods:\n",
+			name, b.path("mesh.yaml"), b.path("root.pem"), b.path(name, "ztun.sock"))
+		for j, pod := range pods {
+			text += fmt.Sprintf("- {netns: %s, name: %s, namespace: shop, serviceAccount: %s}\n", l.Pod(i, j).NetnsPath(), pod, pod)
+		}
+		b.write(name+".yaml", text)
+	}
+	return b
+}
+
+func (b *bed) path(parts ...string) string {
+	return filepath.Join(append([]string{b.dir}, parts...)...)
+}
+
+func (b *bed) write(name, text string) {
+	b.t.Helper()
+	if err := os.WriteFile(b.path(name), []byte(text), 0o600); err != nil {
+		b.t.Fatal(err)
+	}
+}
+
+func (b *bed) load(i int) *config.Config {
+	b.t.Helper()
+	cfg, err := config.Load(config.Sources{File: b.path([]string{"node-a.yaml", "node-b.yaml"}[i])})
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	return cfg
+}
+
+// start starts the ztun of node i and waits until it serves.
+func (b *bed) start(i int) *process {
+	b.t.Helper()
+	ctx, stop := context.WithCancel(context.Background())
+	p := &process{stop: stop, done: make(chan struct{}), out: newLogBuffer(), log: newLogBuffer()}
+	cfg := b.load(i)
+	go func() {
+		defer close(p.done)
+		p.err = Run(ctx, cfg, Options{Stdout: p.out, Stderr: p.log})
+	}()
+	b.nodes[i] = p
+	p.log.await(b.t, "msg=ready", p.done)
+	return p
+}
+
+// stop ends the ztun of node i in order.
+func (b *bed) stop(i int) {
+	b.t.Helper()
+	p := b.nodes[i]
+	if p == nil {
+		return
+	}
+	b.nodes[i] = nil
+	p.stop()
+	<-p.done
+	if p.err != nil {
+		b.t.Errorf("node %d: %v", i, p.err)
+	}
+	if b.t.Failed() {
+		b.t.Logf("node %d, access log:\n%s\nlog:\n%s", i, p.out, p.log)
+	}
+}
+
+// A logBuffer keeps lines and tells who waits for one.
+type logBuffer struct {
+	mu      sync.Mutex
+	buf     bytes.Buffer
+	changed chan struct{}
+}
+
+func newLogBuffer() *logBuffer { return &logBuffer{changed: make(chan struct{})} }
+
+func (l *logBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	close(l.changed)
+	l.changed = make(chan struct{})
+	return l.buf.Write(p)
+}
+
+func (l *logBuffer) String() string { l.mu.Lock(); defer l.mu.Unlock(); return l.buf.String() }
+
+// await waits for a line that has all of the parts, and returns it; ended stops the wait.
+func (l *logBuffer) await(t *testing.T, part string, ended <-chan struct{}, more ...string) string {
+	t.Helper()
+	limit := time.After(15 * time.Second)
+	for {
+		l.mu.Lock()
+		text, changed := l.buf.String(), l.changed
+		l.mu.Unlock()
+	lines:
+		for line := range strings.Lines(text) {
+			for _, p := range append(more, part) {
+				if !strings.Contains(line, p) {
+					continue lines
+				}
+			}
+			return line
+		}
+		select {
+		case <-changed:
+		case <-ended:
+			t.Fatalf("ended without a line with %q %q:\n%s", part, more, l)
+		case <-limit:
+			t.Fatalf("no line with %q %q in:\n%s", part, more, l)
+		}
+	}
+}
+
+// serve runs handle for each connection to port of a host, on both families, until the test ends.
+func (b *bed) serve(h *lab.Host, port int, handle func(net.Conn)) {
+	b.t.Helper()
+	l, err := h.Listen("tcp", fmt.Sprintf("[::]:%d", port))
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			wg.Go(func() {
+				defer c.Close()
+				handle(c)
+			})
+		}
+	})
+	b.t.Cleanup(func() { l.Close(); wg.Wait() })
+}
+
+// who answers with the address that it sees.
+func who(c net.Conn) {
+	if _, err := io.WriteString(c, c.RemoteAddr().String()); err == nil {
+		c.(*net.TCPConn).CloseWrite()
+		io.Copy(io.Discard, c)
+	}
+}
+
+func (b *bed) dial(h *lab.Host, to string) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(b.t.Context(), 5*time.Second)
+	defer cancel()
+	return h.Dial(ctx, "tcp", to)
+}
+
+// ask connects and reads all.
+func (b *bed) ask(h *lab.Host, to string) (string, error) {
+	c, err := b.dial(h, to)
+	if err != nil {
+		return "", err
+	}
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(10 * time.Second))
+	got, err := io.ReadAll(c)
+	return string(got), err
+}
+
+func addrPort(a netip.Addr, port uint16) string { return netip.AddrPortFrom(a, port).String() }
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

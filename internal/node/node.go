@@ -1,0 +1,309 @@
+// Package node builds one pipeline for each network namespace and runs all of it: it is the composition root, which alone
+// knows clocks, randomness and the order in which things start and end.
+//
+// [Run] validates the whole configuration before it touches the system, captures the pods last, and in an orderly end gives
+// each pod its network back. A process that dies leaves its pods captured and closed; the next one adopts them.
+package node
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"runtime"
+	"syscall"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"ztun.dev/ztun/dnsproxy"
+	"ztun.dev/ztun/internal/ca"
+	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/internal/identity"
+	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/internal/telemetry"
+	"ztun.dev/ztun/internal/underlay"
+	"ztun.dev/ztun/internal/workload"
+	"ztun.dev/ztun/stack"
+	"ztun.dev/ztun/tun"
+)
+
+// A Node is the process.
+type Node struct {
+	cfg        *config.Config
+	log        *slog.Logger
+	group      *loop.Group
+	store      workload.Store
+	records    *telemetry.Recorder
+	identities *identity.Manager
+	limits     *stack.Limits
+	marks      tun.Marks
+	stateDir   string
+	generation uint64
+	workers    int // threads that move bytes
+	rand       func() uint64
+	specs      []podSpec
+	pods       []*pod
+
+	failOpenRoute bool // tests only: the positive control of what fails closed
+}
+
+// ErrInvalid is wrapped by errors that the user mends in the configuration, or in a file that it names.
+var ErrInvalid = errors.New("invalid configuration")
+
+// Options are what the caller of Run gives beside the configuration.
+type Options struct {
+	Stdout io.Writer // the access log
+	Stderr io.Writer // everything else
+
+	// FailOpenRoute leaves out the route that holds traffic back when the process is dead, so that a test can see its
+	// detector work. No configuration leads here.
+	FailOpenRoute bool
+}
+
+// Run serves the pods of the configuration until ctx ends, then ends in order. An error that wraps ErrInvalid is the
+// user's to mend; nothing was touched then.
+func Run(ctx context.Context, cfg *config.Config, o Options) error {
+	n, err := build(cfg, o)
+	if err != nil {
+		return err
+	}
+	defer n.close()
+	return n.run(ctx)
+}
+
+// build makes everything that does not touch the system.
+func build(cfg *config.Config, o Options) (*Node, error) {
+	n := &Node{
+		cfg: cfg, log: newLogger(cfg, o.Stderr), rand: rand.Uint64, failOpenRoute: o.FailOpenRoute,
+		generation: uint64(time.Now().UnixNano()), limits: stack.NewLimits(int(cfg.MaxInFlight)), workers: cfg.WorkerThreads.Count(runtime.NumCPU()),
+	}
+	st, err := loadState(cfg)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrInvalid, err)
+	}
+	n.store.Replace(st)
+	authority, err := n.loadCA()
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrInvalid, err)
+	}
+	if n.identities, err = identity.New(identity.Config{CA: authority, Now: time.Now, Log: n.log}); err != nil {
+		return nil, err
+	}
+	access := o.Stdout
+	if cfg.LogFilter.Level(accessTarget) > slog.LevelError {
+		access = nil
+	}
+	n.records, err = telemetry.NewRecorder(telemetry.Config{
+		Now: time.Now, Access: access, JSON: cfg.LogFormat == config.LogJSON, Opened: cfg.LogFilter.Level(accessTarget) <= slog.LevelDebug, Log: n.log,
+	})
+	if err != nil {
+		return nil, err
+	}
+	for i := range cfg.Pods {
+		spec, err := n.newPodSpec(&cfg.Pods[i])
+		if err != nil {
+			n.close()
+			return nil, err
+		}
+		n.specs = append(n.specs, spec)
+	}
+	if n.stateDir, err = openStateDir(cfg.HandoverSocket); err != nil {
+		n.close()
+		return nil, err
+	}
+	if n.marks, err = loadMarks(n.stateDir, n.rand); err != nil {
+		n.close()
+		return nil, err
+	}
+	// A loop's thread that waits in epoll holds no P but needs one to go on, beside what ordinary goroutines use.
+	runtime.GOMAXPROCS(2 * n.workers)
+	n.group, err = loop.New(loop.Config{Loops: n.workers, Now: time.Now})
+	if err != nil {
+		n.close()
+		return nil, err
+	}
+	return n, nil
+}
+
+// close lets go of what build has made.
+func (n *Node) close() {
+	if n.identities != nil {
+		n.identities.Close()
+	}
+	for _, s := range n.specs {
+		s.netns.Close()
+	}
+}
+
+func loadState(cfg *config.Config) (workload.State, error) {
+	name, data := "LOCAL_XDS", []byte(cfg.LocalXDS)
+	if cfg.LocalXDSPath != "" {
+		var err error
+		if data, err = os.ReadFile(cfg.LocalXDSPath); err != nil {
+			return workload.State{}, fmt.Errorf("state file: %w", err)
+		}
+		name = cfg.LocalXDSPath
+	} else if cfg.LocalXDS == "" {
+		return workload.State{}, errors.New("no state: set LOCAL_XDS_PATH (localXdsPath in the file) to a mesh state file")
+	}
+	return workload.ParseStatic(name, data)
+}
+
+func (n *Node) loadCA() (identity.CA, error) {
+	switch {
+	case !n.cfg.FakeCA:
+		return nil, errors.New("no certificate authority: set FAKE_CA=true (fakeCa in the file) for the built-in one")
+	case n.cfg.FakeCARoot != "":
+		n.log.Warn("certificates come from a key in a file: for trials only", "root", n.cfg.FakeCARoot)
+		return ca.Load(n.cfg.FakeCARoot, time.Now)
+	}
+	n.log.Warn("certificates come from a root of this process alone: no other node trusts it; share one by ZTUN_FAKE_CA_ROOT")
+	return ca.New(time.Now)
+}
+
+func (n *Node) newPodSpec(p *config.Pod) (podSpec, error) {
+	netns, err := tun.OpenNetns(p.Netns)
+	if err != nil {
+		return podSpec{}, fmt.Errorf("pod %s/%s: %w", p.Namespace, p.Name, err)
+	}
+	for _, other := range n.specs {
+		if sameNetns(other.netns, netns) {
+			netns.Close()
+			return podSpec{}, fmt.Errorf("%w: pod %s/%s: its netns %s is that of pod %s as well", ErrInvalid, p.Namespace, p.Name, p.Netns, other.String())
+		}
+	}
+	s := podSpec{
+		client: workload.Client{UID: p.UID, Name: p.Name, Namespace: p.Namespace, ServiceAccount: p.ServiceAccount, Node: n.cfg.NodeName},
+		uid:    p.UID, netns: netns,
+	}
+	if s.uid == "" {
+		s.uid = p.Namespace + "." + p.Name
+	}
+	return s, nil
+}
+
+func sameNetns(a, b *tun.Netns) bool {
+	aDev, aIno := a.ID()
+	bDev, bIno := b.ID()
+	return aDev == bDev && aIno == bIno
+}
+
+// errNoIPv6 is what a listener on an IPv6 address meets where the kernel has no IPv6.
+const errNoIPv6 = syscall.EAFNOSUPPORT
+
+// drainTime is how long streams may go on after the end has been asked for (ztunnel's default).
+const drainTime = 5 * time.Second
+
+// run starts the pods, serves, and ends.
+func (n *Node) run(ctx context.Context) error {
+	// Loops and log outlive ctx: the end needs them.
+	background, stop := context.WithCancel(context.WithoutCancel(ctx))
+	var g errgroup.Group
+	g.Go(func() error { return n.group.Run(background) })
+	g.Go(func() error { return n.records.Run(background) })
+	defer stop()
+
+	err := n.start(ctx)
+	serving, stopReading := context.WithCancel(background)
+	defer stopReading()
+	readers, readersCtx := errgroup.WithContext(serving)
+	if err == nil {
+		n.log.Info("ready", "pods", len(n.pods), "workers", n.workers, "state", len(n.store.Snapshot().State().Workloads))
+		for _, p := range n.pods {
+			readers.Go(func() error { return p.run(readersCtx) })
+		}
+		select {
+		case <-ctx.Done():
+			n.log.Info("ending", "cause", context.Cause(ctx).Error())
+		case <-readersCtx.Done(): // a device failed
+		}
+	}
+	err = errors.Join(err, n.end(background, stopReading, readers))
+	stop()
+	return errors.Join(err, g.Wait())
+}
+
+// start captures one pod after the other; if one fails, the others are given back.
+func (n *Node) start(ctx context.Context) error {
+	for _, spec := range n.specs {
+		p, err := n.startPod(ctx, spec)
+		if err != nil {
+			return fmt.Errorf("pod %s: %w", spec.String(), err)
+		}
+		n.pods = append(n.pods, p)
+	}
+	return nil
+}
+
+// errDrained is the end of connections that the end of the process cuts.
+var errDrained = errors.New("connection closed due to connection drain")
+
+// end lets open connections finish for a while, cuts the rest, and gives the pods back.
+func (n *Node) end(ctx context.Context, stopReading func(), readers *errgroup.Group) error {
+	for _, p := range n.pods {
+		p.drain(ctx)
+	}
+	n.awaitIdle(drainTime)
+	n.records.Each(func(c *telemetry.Conn) { c.Close(errDrained) })
+	n.awaitIdle(time.Second)
+	stopReading()
+	err := readers.Wait()
+	ctx, cancel := context.WithTimeout(ctx, undoTime)
+	defer cancel()
+	for _, p := range n.pods {
+		err = errors.Join(err, p.end(ctx))
+	}
+	return err
+}
+
+// awaitIdle waits until no connection is open, at most d.
+func (n *Node) awaitIdle(d time.Duration) {
+	const step = 10 * time.Millisecond
+	for ; d > 0 && n.records.Stats().Open > 0; d -= step {
+		time.Sleep(step)
+	}
+}
+
+func (n *Node) clientTLS(self func() workload.Identity) func(context.Context, []workload.Identity) (*tls.Config, error) {
+	return func(ctx context.Context, accept []workload.Identity) (*tls.Config, error) {
+		return n.identities.Client(self())(ctx, accept)
+	}
+}
+
+func (n *Node) serverTLS(self func() workload.Identity) func(context.Context) (*tls.Config, error) {
+	return func(ctx context.Context) (*tls.Config, error) { return n.identities.Server(self())(ctx) }
+}
+
+func (n *Node) newDNS(u *underlay.Underlay) (*dnsproxy.Server, error) {
+	return dnsproxy.New(dnsproxy.Config{
+		Store: &n.store, Network: n.cfg.Network, ClusterDomain: n.cfg.ClusterDomain, PreferredNamespace: n.cfg.PreferredServiceNamespace,
+		Upstream: resolver{u}, Now: time.Now, Rand: n.rand, Log: n.log,
+	})
+}
+
+// openStateDir makes the directory beside the handover socket, in which what has to survive the process is kept.
+func openStateDir(socket string) (string, error) {
+	dir := filepath.Join(filepath.Dir(socket), "ztun-state")
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return "", fmt.Errorf("state directory: %w; set ZTUN_HANDOVER_SOCKET (handoverSocket in the file) to a path in a writable directory", err)
+	}
+	return dir, nil
+}
+
+// accessTarget is the name of the access log in log filters.
+const accessTarget = "access"
+
+// newLogger writes lines of key=value or JSON.
+func newLogger(cfg *config.Config, w io.Writer) *slog.Logger {
+	o := &slog.HandlerOptions{Level: cfg.LogFilter.Default}
+	if cfg.LogFormat == config.LogJSON {
+		return slog.New(slog.NewJSONHandler(w, o))
+	}
+	return slog.New(slog.NewTextHandler(w, o))
+}
