@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 
 	"ztun.dev/ztun/internal/hbone"
 	"ztun.dev/ztun/internal/workload"
@@ -220,12 +221,7 @@ func isWaypoint(s *workload.Snapshot, q *Query, g *workload.GatewayAddress) bool
 		if w == nil || w.Identity() != q.Source.Identity() {
 			return false
 		}
-		for _, a := range w.Addresses {
-			if a == q.From {
-				return true
-			}
-		}
-		return false
+		return slices.Contains(w.Addresses, q.From)
 	}
 	var via *workload.Service
 	if g.Hostname == (workload.ServiceKey{}) {

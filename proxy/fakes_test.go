@@ -29,8 +29,6 @@ type bench struct {
 	tunnel  *fakeTunnel
 	records *telemetry.Recorder
 	log     *syncBuffer
-	end     context.CancelFunc
-	ended   chan error
 }
 
 func newBench(t *testing.T, m *mesh) *bench {
@@ -242,11 +240,11 @@ func all(c loop.Conn) (text, then string) {
 	for {
 		n, err := c.TryRead(p)
 		out = append(out, p[:n]...)
-		switch {
-		case err == nil:
-		case err == loop.ErrAgain:
+		switch err {
+		case nil:
+		case loop.ErrAgain:
 			return string(out), ""
-		case err == io.EOF:
+		case io.EOF:
 			return string(out), "EOF"
 		default:
 			return string(out), err.Error()

@@ -125,8 +125,7 @@ func (p *Proxy) ServeConnect(ctx context.Context, r *hbone.Request) {
 	early := func(err error) {
 		p.cfg.Records.Fail(facts, err)
 		status := http.StatusServiceUnavailable
-		var rej *rejection
-		if errors.As(err, &rej) {
+		if rej, ok := errors.AsType[*rejection](err); ok {
 			status = rej.status
 		}
 		r.Reject(status, err.Error())
@@ -151,8 +150,7 @@ func (p *Proxy) ServeConnect(ctx context.Context, r *hbone.Request) {
 	app, err := p.admit(ctx, &authz.Request{Source: facts.Src, Peer: r.Peer, Destination: dst, Workload: self})
 	if err != nil {
 		status := http.StatusServiceUnavailable
-		var denied *PolicyError
-		if errors.As(err, &denied) {
+		if _, ok := errors.AsType[*PolicyError](err); ok {
 			status = http.StatusUnauthorized
 		}
 		r.Reject(status, err.Error())

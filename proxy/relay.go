@@ -106,11 +106,11 @@ func (h *half) pump(r *loop.Ref, budget int) (more bool, err error) {
 		n, err := h.step(r, budget)
 		budget -= n
 		h.count.Add(uint64(n))
-		switch {
-		case err == nil:
-		case err == loop.ErrAgain:
+		switch err {
+		case nil:
+		case loop.ErrAgain:
 			return false, nil
-		case err == io.EOF:
+		case io.EOF:
 			h.ended = true
 			if err := h.dst.CloseWrite(); err != nil {
 				return false, fmt.Errorf("while closing connection: %s: %w", h.name, err)

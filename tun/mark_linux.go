@@ -3,6 +3,7 @@ package tun
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/rlimit"
@@ -190,10 +191,8 @@ func (s *setup) removeFilter(index int, name string) error {
 		}
 	}
 	if s.state != nil {
-		for _, before := range s.state.Clsact {
-			if before == name {
-				return nil
-			}
+		if slices.Contains(s.state.Clsact, name) {
+			return nil
 		}
 	}
 	for _, parent := range []uint32{netlink.HANDLE_MIN_INGRESS, netlink.HANDLE_MIN_EGRESS} {

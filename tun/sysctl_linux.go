@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -75,8 +76,8 @@ func (p *procfs) exists(name string) bool {
 // restore writes earlier values, the last first. What is gone by now (an interface) needs no restoring.
 func (p *procfs) restore(earlier []sysctl) error {
 	var errs []error
-	for i := len(earlier) - 1; i >= 0; i-- {
-		s := earlier[i]
+	for _, s := range slices.Backward(earlier) {
+
 		now, err := p.read(s.Name)
 		if err == nil && now != s.Value {
 			err = p.write(s.Name, s.Value)

@@ -254,7 +254,7 @@ func (b *Blocked) end(last func(Conn) error) error {
 }
 
 func (b *Blocked) opError(op string, err error) error {
-	if err == nil || err == io.EOF { //nolint:errorlint // io.EOF is passed on as it is
+	if err == nil || err == io.EOF {
 		return err
 	}
 	return &net.OpError{Op: op, Net: "tcp", Source: b.LocalAddr(), Addr: b.RemoteAddr(), Err: err}

@@ -97,7 +97,7 @@ func (g *Group) Run(ctx context.Context) error {
 
 	ended := make(chan struct{})
 	go func() { threads.Wait(); close(ended) }()
-	limit := time.NewTimer(g.cfg.StopTimeout)
+	limit := time.NewTimer(g.cfg.StopTimeout) //nolint:forbidigo // the loops that would run a timer of the group are ending
 	defer limit.Stop()
 	for _, l := range g.loops {
 		l.drain()

@@ -98,7 +98,7 @@ func (c *Conn) TryWritev(bufs [][]byte) (int, error) {
 
 // connError turns what a socket reports into what a loop.Conn reports.
 func connError(err error) error {
-	switch err { //nolint:errorlint // system calls return plain numbers
+	switch err {
 	case unix.EAGAIN:
 		return loop.ErrAgain
 	case unix.ECONNRESET, unix.EPIPE, unix.ENOTCONN, unix.ECONNABORTED:

@@ -35,11 +35,11 @@ func (u *Underlay) Exchange(ctx context.Context, server netip.AddrPort, msg, buf
 	for {
 		n, err := unix.Read(fd, buf)
 		switch {
-		case err == unix.EAGAIN: //nolint:errorlint // plain numbers
+		case err == unix.EAGAIN:
 			if err := u.awaitReady(ctx, fd); err != nil {
 				return nil, fmt.Errorf("underlay: wait for %s: %w", server, err)
 			}
-		case err == unix.EINTR: //nolint:errorlint // plain numbers
+		case err == unix.EINTR:
 		case err != nil:
 			return nil, fmt.Errorf("underlay: answer of %s: %w", server, err)
 		case accept(buf[:n]):

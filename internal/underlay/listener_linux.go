@@ -100,7 +100,7 @@ func (l *Listener) Turn(int) bool {
 	}
 	for range acceptsPerTurn {
 		fd, _, err := unix.Accept4(l.fd, unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC)
-		switch err { //nolint:errorlint // plain numbers
+		switch err {
 		case nil:
 			c, err := newConn(fd)
 			if err != nil { // gone already

@@ -162,7 +162,7 @@ func (u *Underlay) connect(ctx context.Context, fd int, sa unix.Sockaddr, mark u
 		}
 	}
 	err := unix.Connect(fd, sa)
-	if err == unix.EINPROGRESS { //nolint:errorlint // a plain number
+	if err == unix.EINPROGRESS {
 		err = u.awaitConnect(ctx, fd)
 	}
 	if err != nil {
@@ -188,7 +188,7 @@ func (u *Underlay) awaitConnect(ctx context.Context, fd int) error {
 func connected(fd int) (bool, error) {
 	p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
 	n, err := unix.Poll(p, 0)
-	if err == unix.EINTR || err == nil && n == 0 { //nolint:errorlint // a plain number
+	if err == unix.EINTR || err == nil && n == 0 {
 		return false, nil
 	}
 	if err != nil {
