@@ -93,7 +93,7 @@ func (f *fileReader) mapping(n *yaml.Node, path string, fields map[string]field,
 		case seen[k.Value]:
 			f.at(k, at, "is given twice")
 		case read == nil:
-			f.at(k, at, "unknown key%s", suggestion(k.Value, known))
+			f.at(k, at, "unknown key%s", Suggestion(k.Value, known))
 		case !isNull(v):
 			read(v, at)
 			seen[k.Value] = true

@@ -82,7 +82,7 @@ func (l *loader) environment(list []string) map[string]string {
 		}
 		env[name] = v
 		if strings.HasPrefix(name, "ZTUN_") && !slices.Contains(known, name) && !serviceLink.MatchString(name) {
-			l.errorf("environment: %s: unknown variable%s", name, suggestion(name, known))
+			l.errorf("environment: %s: unknown variable%s", name, Suggestion(name, known))
 		}
 	}
 	return env

@@ -5,8 +5,8 @@ import (
 	"strings"
 )
 
-// suggestion names the nearest of the known names, if one is near; the first, if several are.
-func suggestion(name string, known []string) string {
+// Suggestion is "; did you mean x?" with the nearest of the known names, the first if several are near, or "" if none is.
+func Suggestion(name string, known []string) string {
 	best, distance := "", 4
 	for _, k := range known {
 		if n := editDistance(strings.ToLower(name), strings.ToLower(k)); n < distance && n < len(name) {
