@@ -41,6 +41,7 @@ type bed struct {
 
 // A process is one node's ztun, in this process.
 type process struct {
+	node *Node
 	stop context.CancelFunc
 	done chan struct{}
 	err  error
@@ -59,10 +60,12 @@ workloads:
   protocol: HBONE
   node: node-b
   workloadIps: [%[5]s, "%[6]s"]
-  authorizationPolicies: [shop/no-other]
-  services: {shop/web.shop.svc.cluster.local: {80: 8080}}
+  authorizationPolicies: [shop/no-other, shop/no-9090]
+  services: {shop/web.shop.svc.cluster.local: {80: 8080, 81: 1}}
+- {uid: c//Pod/shop/gone, name: gone, namespace: shop, serviceAccount: gone, protocol: HBONE, node: node-c, workloadIps: [10.77.2.254, "fd77::2:fe"], services: {}}
 services:
 - {name: web, namespace: shop, hostname: web.shop.svc.cluster.local, vips: [/10.96.0.10, "/fd96::10"], ports: {80: 8080, 81: 1}}
+- {name: empty, namespace: shop, hostname: empty.shop.svc.cluster.local, vips: [/10.96.0.11, "/fd96::11"], ports: {80: 8080}}
 policies:
 - name: no-other
   namespace: shop
@@ -70,6 +73,7 @@ policies:
   action: Deny
   dryRun: false
   rules: [[[{principals: [!Exact cluster.local/ns/shop/sa/other]}]]]
+- {name: no-9090, namespace: shop, scope: WorkloadSelector, action: Deny, dryRun: false, rules: [[[{destinationPorts: [9090]}]]]}
 `
 
 func requireRoot(t *testing.T) {
@@ -127,6 +131,9 @@ func (b *bed) path(parts ...string) string {
 	return filepath.Join(append([]string{b.dir}, parts...)...)
 }
 
+// file is the configuration of node i.
+func (b *bed) file(i int) string { return b.path([]string{"node-a.yaml", "node-b.yaml"}[i]) }
+
 func (b *bed) write(name, text string) {
 	b.t.Helper()
 	if err := os.WriteFile(b.path(name), []byte(text), 0o600); err != nil {
@@ -136,7 +143,7 @@ func (b *bed) write(name, text string) {
 
 func (b *bed) load(i int) *config.Config {
 	b.t.Helper()
-	cfg, err := config.Load(config.Sources{File: b.path([]string{"node-a.yaml", "node-b.yaml"}[i])})
+	cfg, err := config.Load(config.Sources{File: b.file(i)})
 	if err != nil {
 		b.t.Fatal(err)
 	}
@@ -148,10 +155,14 @@ func (b *bed) start(i int) *process {
 	b.t.Helper()
 	ctx, stop := context.WithCancel(context.Background())
 	p := &process{stop: stop, done: make(chan struct{}), out: newLogBuffer(), log: newLogBuffer()}
-	cfg := b.load(i)
+	var err error
+	if p.node, err = build(b.load(i), Options{Stdout: p.out, Stderr: p.log}); err != nil {
+		b.t.Fatal(err)
+	}
 	go func() {
 		defer close(p.done)
-		p.err = Run(ctx, cfg, Options{Stdout: p.out, Stderr: p.log})
+		defer p.node.close()
+		p.err = p.node.run(ctx)
 	}()
 	b.nodes[i] = p
 	p.log.await(b.t, "msg=ready", p.done)
@@ -273,4 +284,37 @@ func (b *bed) ask(h *lab.Host, to string) (string, error) {
 
 func addrPort(a netip.Addr, port uint16) string { return netip.AddrPortFrom(a, port).String() }
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+// each lists an address of a host in each family.
+func each(h *lab.Host, port uint16) []string {
+	return []string{addrPort(h.Addr4, port), addrPort(h.Addr6, port)}
+}
+
+// own is the address of a host in the family of another.
+func own(h *lab.Host, to string) netip.Addr {
+	if netip.MustParseAddrPort(to).Addr().Is6() {
+		return h.Addr6
+	}
+	return h.Addr4
+}
+
+// eventually polls with a bound, for what nobody announces.
+func eventually(t *testing.T, limit time.Duration, what string, f func() bool) {
+	t.Helper()
+	const step = 5 * time.Millisecond
+	tick := time.NewTicker(step)
+	defer tick.Stop()
+	for ; limit > 0; limit -= step {
+		if f() {
+			return
+		}
+		<-tick.C
+	}
+	t.Errorf("waited in vain for %s", what)
+}
+
+func TestMain(m *testing.M) {
+	if runAsChild() {
+		return
+	}
+	goleak.VerifyTestMain(m)
+}

@@ -1,0 +1,113 @@
+package node
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"sync"
+	"testing"
+	"time"
+)
+
+// send sends n bytes of the stream that seed names, then a FIN, and returns their sum.
+func send(c *net.TCPConn, seed byte, n int64) ([]byte, error) {
+	h := sha256.New()
+	random := rand.NewChaCha8([32]byte{seed})
+	if _, err := io.Copy(io.MultiWriter(h, struct{ io.Writer }{c}), io.LimitReader(random, n)); err != nil {
+		return nil, err
+	}
+	return h.Sum(nil), c.CloseWrite()
+}
+
+// receive reads until the FIN and returns the number of bytes and their sum.
+func receive(c *net.TCPConn) (int64, []byte, error) {
+	h := sha256.New()
+	n, err := io.Copy(h, struct{ io.Reader }{c})
+	return n, h.Sum(nil), err
+}
+
+// transfer sends n bytes from one end to the other and compares.
+func transfer(from, to *net.TCPConn, seed byte, n int64) error {
+	var sum []byte
+	var sendErr error
+	var sent sync.WaitGroup
+	sent.Go(func() { sum, sendErr = send(from, seed, n) })
+	got, gotSum, err := receive(to)
+	sent.Wait()
+	switch {
+	case sendErr != nil || err != nil:
+		return fmt.Errorf("after %d of %d bytes: %w", got, n, errors.Join(sendErr, err))
+	case got != n || !bytes.Equal(sum, gotSum):
+		return fmt.Errorf("%d bytes with the sum %x arrived, of %d with %x", got, gotSum, n, sum)
+	}
+	return nil
+}
+
+// 100 MB each way, first one after the other, then both at once.
+func TestNetnsBulkArrivesIntact(t *testing.T) {
+	b := newBed(t)
+	a, z := b.start(0), b.start(1)
+	const size = 100_000_000
+	for i, w := range b.ways(8080) {
+		for _, both := range []bool{false, true} {
+			client, server := b.connect(t, w)
+			limit := time.Now().Add(60 * time.Second)
+			client.SetDeadline(limit)
+			server.SetDeadline(limit)
+			start := time.Now()
+			var down sync.WaitGroup
+			var downErr error
+			receiveDown := func() { downErr = transfer(server, client, byte(2*i+1), size) }
+			if both {
+				down.Go(receiveDown)
+			}
+			upErr := transfer(client, server, byte(2*i), size)
+			down.Wait()
+			if !both {
+				receiveDown()
+			}
+			if err := errors.Join(upErr, downErr); err != nil {
+				t.Errorf("%s, %s, at once %t: %v", w.name, w.addr, both, err)
+			}
+			t.Logf("%s, %s, at once %t: %.0f Mbit/s", w.name, w.addr, both, 2*size*8/1e6/time.Since(start).Seconds())
+			client.Close()
+			server.Close()
+		}
+	}
+	awaitNoneOpen(t, a, z)
+}
+
+// Several connections share tunnels and loops, each with 10 MB both ways.
+func TestNetnsParallelBulkArrivesIntact(t *testing.T) {
+	b := newBed(t)
+	a, z := b.start(0), b.start(1)
+	const size = 10_000_000
+	for _, w := range b.ways(8080)[:2] { // the mesh's
+		var ends [8][2]*net.TCPConn
+		for i := range ends {
+			ends[i][0], ends[i][1] = b.connect(t, w)
+		}
+		var all sync.WaitGroup
+		for i, e := range ends {
+			for way := range 2 {
+				all.Go(func() {
+					limit := time.Now().Add(60 * time.Second)
+					e[way].SetDeadline(limit)
+					if err := transfer(e[way], e[1-way], byte(2*i+way), size); err != nil {
+						t.Errorf("%s, connection %d, direction %d: %v", w.addr, i, way, err)
+					}
+				})
+			}
+		}
+		all.Wait()
+		for _, e := range ends {
+			e[0].Close()
+			e[1].Close()
+		}
+	}
+	awaitNoneOpen(t, a, z)
+}

@@ -1,0 +1,140 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/internal/lab"
+)
+
+// The test binary is a ztun where these are set: see runAsChild.
+const (
+	childConfig   = "ZTUN_NODE_TEST_CONFIG"    // the file
+	childFailOpen = "ZTUN_NODE_TEST_FAIL_OPEN" // Options.FailOpenRoute
+	childDeprive  = "ZTUN_NODE_TEST_DEPRIVE"   // root, or tun
+)
+
+// Exit codes of a child.
+const (
+	childFailed  = 1
+	childInvalid = 2
+)
+
+// runAsChild runs ztun until SIGTERM. It returns false in the test proper.
+func runAsChild() bool {
+	file, ok := os.LookupEnv(childConfig)
+	if !ok {
+		return false
+	}
+	err := func() error {
+		if err := deprive(os.Getenv(childDeprive)); err != nil {
+			return fmt.Errorf("test: %w", err)
+		}
+		cfg, err := config.Load(config.Sources{File: file})
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrInvalid, err)
+		}
+		ctx, stop := signal.NotifyContext(context.Background(), unix.SIGTERM)
+		defer stop()
+		return Run(ctx, cfg, Options{Stdout: os.Stdout, Stderr: os.Stderr, FailOpenRoute: os.Getenv(childFailOpen) != ""})
+	}()
+	switch {
+	case err == nil:
+		os.Exit(0)
+	case errors.Is(err, ErrInvalid):
+		fmt.Fprintln(os.Stderr, "error:", err)
+		os.Exit(childInvalid)
+	}
+	fmt.Fprintln(os.Stderr, "error:", err)
+	os.Exit(childFailed)
+	return true
+}
+
+// deprive takes something away from this process, which has a mount namespace of its own.
+func deprive(of string) error {
+	switch of {
+	case "root":
+		if err := unix.Setgroups(nil); err != nil {
+			return err
+		}
+		if err := unix.Setgid(65534); err != nil {
+			return err
+		}
+		return unix.Setuid(65534)
+	case "tun":
+		return unix.Mount("tmpfs", "/dev/net", "tmpfs", 0, "size=4k")
+	}
+	return nil
+}
+
+// A child is one node's ztun, in a process of its own.
+type child struct {
+	cmd *lab.Cmd
+	out *logBuffer // the access log
+	log *logBuffer
+}
+
+// spawn starts the ztun of node i as a process, with variables such as "NAME=value".
+func (b *bed) spawn(i int, vars ...string) *child {
+	b.t.Helper()
+	c := &child{cmd: b.Node(i).Command(b.t.Context(), os.Args[0], "-test.run=^$"), out: newLogBuffer(), log: newLogBuffer()}
+	c.cmd.Env = append(append(os.Environ(), childConfig+"="+b.file(i)), vars...)
+	c.cmd.Stdout, c.cmd.Stderr = c.out, c.log
+	if err := c.cmd.Start(); err != nil {
+		b.t.Fatal(err)
+	}
+	return c
+}
+
+// spawnReady is spawn, and waits until the process serves.
+func (b *bed) spawnReady(i int, vars ...string) *child {
+	b.t.Helper()
+	c := b.spawn(i, vars...)
+	c.log.await(b.t, "msg=ready", c.cmd.Done())
+	return c
+}
+
+// kill ends the process as kill -9 does.
+func (c *child) kill(t *testing.T) {
+	t.Helper()
+	if err := c.cmd.Signal(unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	<-c.cmd.Done()
+}
+
+// stop ends the process in order.
+func (c *child) stop(t *testing.T) {
+	t.Helper()
+	if err := c.cmd.Stop(15 * time.Second); err != nil {
+		t.Errorf("%v:\n%s", err, c.log)
+	}
+}
+
+// failure waits for the end of a process that cannot start and returns the last line of its log and its exit code.
+func (c *child) failure(t *testing.T) (line string, code int) {
+	t.Helper()
+	exit, ok := errors.AsType[interface {
+		error
+		ExitCode() int
+	}](c.cmd.Wait())
+	if !ok {
+		t.Fatalf("it did not fail:\n%s", c.log)
+	}
+	lines := strings.Split(strings.TrimRight(c.log.String(), "\n"), "\n")
+	for _, l := range lines[:len(lines)-1] {
+		if !strings.HasPrefix(l, "time=") {
+			t.Errorf("the error has more than one line:\n%s", c.log)
+		}
+	}
+	return lines[len(lines)-1], exit.ExitCode()
+}

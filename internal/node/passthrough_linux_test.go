@@ -1,0 +1,112 @@
+package node
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"ztun.dev/ztun/internal/lab"
+)
+
+func TestNetnsPassthroughKeepsTheAddress(t *testing.T) {
+	b := newBed(t)
+	a := b.start(0)
+	b.start(1)
+	for _, h := range []*lab.Host{b.pods[plainB], b.Wire().Host, b.pods[webB]} {
+		b.serve(h, 8080, who)
+	}
+	for _, tt := range []struct {
+		name     string
+		from, to *lab.Host
+	}{
+		{"to a pod without ztun", b.pods[clientA], b.pods[plainB]},
+		{"to a host outside", b.pods[clientA], b.Wire().Host},
+		{"from a pod without ztun", b.pods[plainB], b.pods[webB]},
+		{"from a host outside", b.Wire().Host, b.pods[webB]},
+	} {
+		for _, to := range each(tt.to, 8080) {
+			got, err := b.ask(tt.from, to)
+			if err != nil {
+				t.Errorf("%s, %s: %v", tt.name, to, err)
+				continue
+			}
+			if seen := netip.MustParseAddrPort(got).Addr().Unmap(); seen != own(tt.from, to) {
+				t.Errorf("%s, %s: the server saw %v, want the client's own %v", tt.name, to, seen, own(tt.from, to))
+			}
+		}
+	}
+	line := a.out.await(t, "dst.addr="+addrPort(b.pods[plainB].Addr4, 8080), a.done, `direction="outbound"`)
+	if strings.Contains(line, "identity=\"spiffe://cluster.local/ns/shop/sa/web\"") || strings.Contains(line, "hbone_addr") {
+		t.Errorf("passthrough is logged as %s", line)
+	}
+}
+
+func TestNetnsPlaintextDeniedByPolicy(t *testing.T) {
+	b := newBed(t)
+	z := b.start(1)
+	b.serve(b.pods[webB], 9090, who)
+	for _, to := range each(b.pods[webB], 9090) {
+		start := time.Now()
+		_, err := b.ask(b.pods[plainB], to)
+		if !errors.Is(err, syscall.ECONNREFUSED) || time.Since(start) > time.Second {
+			t.Errorf("%s: %v after %v, want it refused at once", to, err, time.Since(start))
+		}
+		z.out.await(t, `direction="inbound"`, z.done, "dst.addr="+to, "error\taccess", `error="connection closed due to policy rejection: explicitly denied by: shop/no-9090"`)
+	}
+}
+
+// What ztun does not capture is as if it were not there.
+func TestNetnsOtherProtocolsAreUntouched(t *testing.T) {
+	b := newBed(t)
+	b.start(0)
+	b.start(1)
+	for _, tt := range []struct{ from, to *lab.Host }{
+		{b.pods[clientA], b.pods[webB]},
+		{b.pods[plainB], b.pods[webB]},
+		{b.pods[webB], b.pods[plainB]},
+	} {
+		echo, err := tt.to.ListenPacket("udp", "[::]:7")
+		if err != nil {
+			t.Fatal(err)
+		}
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			buf := make([]byte, 100)
+			for {
+				n, from, err := echo.ReadFrom(buf)
+				if err != nil {
+					return
+				}
+				echo.WriteTo(fmt.Append(nil, from.(*net.UDPAddr).AddrPort().Addr().Unmap(), " ", string(buf[:n])), from)
+			}
+		}()
+		for _, to := range each(tt.to, 7) {
+			c, err := tt.from.Dial(t.Context(), "udp", to)
+			if err != nil {
+				t.Fatal(err)
+			}
+			c.SetDeadline(time.Now().Add(5 * time.Second))
+			buf := make([]byte, 100)
+			n := 0
+			if _, err = c.Write([]byte("hello")); err == nil {
+				n, err = c.Read(buf)
+			}
+			if want := own(tt.from, to).String() + " hello"; err != nil || string(buf[:n]) != want {
+				t.Errorf("UDP %s to %s: %q, %v, want %q", tt.from.Name, to, buf[:n], err, want)
+			}
+			c.Close()
+			ip := netip.MustParseAddrPort(to).Addr().String()
+			if out, err := tt.from.Command(t.Context(), "ping", "-c1", "-W5", ip).Output(); err != nil {
+				t.Errorf("ping %s to %s: %v: %s", tt.from.Name, ip, err, out)
+			}
+		}
+		echo.Close()
+		<-ended
+	}
+}
