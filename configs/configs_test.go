@@ -20,7 +20,7 @@ import (
 var update = flag.Bool("update", false, "write the list of settings into node.yaml anew")
 
 // examples are values that node.yaml gives; other settings are there as comments.
-var examples = map[string]string{"nodeName": "node-a", "localXdsPath": "configs/mesh.yaml", "fakeCa": "true", "fakeCaRoot": "/etc/ztun/root"}
+var examples = map[string]string{"nodeName": "node-a", "localXdsPath": "configs/mesh.yaml", "fakeCa": "true", "fakeCaRoot": "/etc/ztun/root.pem"}
 
 // reference is the list of settings in node.yaml.
 func reference() string {

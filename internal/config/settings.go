@@ -72,7 +72,7 @@ var settings = []setting{
 	{"LOCAL_XDS", "localXds", "", "state of the mesh as YAML text, instead of a file", func(c *Config) value { return str(&c.LocalXDS) }, ""},
 
 	{"FAKE_CA", "fakeCa", "false", "sign certificates in this process, for trials", func(c *Config) value { return (*boolValue)(&c.FakeCA) }, ""},
-	{"ZTUN_FAKE_CA_ROOT", "fakeCaRoot", "", "directory of the root that processes with a fake CA share", func(c *Config) value { return str(&c.FakeCARoot) }, ""},
+	{"ZTUN_FAKE_CA_ROOT", "fakeCaRoot", "", "PEM file with certificate and key of the root that processes with a fake CA share", func(c *Config) value { return str(&c.FakeCARoot) }, ""},
 
 	{"ZTUN_HANDOVER_SOCKET", "handoverSocket", "/var/run/ztunnel/ztun.sock", "unix socket on which a successor takes over; state that must outlive the process is kept beside it", func(c *Config) value { return str(&c.HandoverSocket) }, ""},
 	{"ZTUNNEL_WORKER_THREADS", "workerThreads", "auto", "threads that move bytes: a number, 0 = one per core, N% of the cores, auto = a quarter of the cores, at least 2", func(c *Config) value { return (*threadsValue)(&c.WorkerThreads) }, ""},
