@@ -65,6 +65,7 @@ func (q *query) parseQuestion() bool {
 		return false
 	}
 	body := q.msg[headerLen:]
+	q.labels = make([]int, 0, 10) // names in Kubernetes have 5, with a search domain appended 10
 	off := 0
 	for {
 		if off >= len(body) || off >= maxName {
