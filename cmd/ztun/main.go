@@ -1,0 +1,139 @@
+// Command ztun carries the TCP connections of pods over HBONE, without their knowing: see ztun help.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/internal/demo"
+	"ztun.dev/ztun/internal/node"
+)
+
+// Exit codes of every command.
+const (
+	exitOK      = 0
+	exitFailure = 1 // something that was right did not work
+	exitUsage   = 2 // wrong usage or invalid configuration: nothing was tried
+)
+
+func main() { os.Exit(run(context.Background(), os.Args[1:], os.Environ(), os.Stdout, os.Stderr)) }
+
+// run runs one command line and returns the exit code. Data goes to stdout; an error is one line on stderr for each thing that is wrong.
+func run(ctx context.Context, args, env []string, stdout, stderr io.Writer) int {
+	root := newRoot(env)
+	root.SetArgs(args)
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	err := root.ExecuteContext(ctx)
+	if err == nil {
+		return exitOK
+	}
+	if code := exitCode(0); errors.As(err, &code) {
+		return int(code)
+	}
+	// Nobody is left to tell if this fails.
+	_, _ = fmt.Fprintln(stderr, "ztun: "+strings.ReplaceAll(err.Error(), "\n", "\nztun: "))
+	var coded interface{ ExitCode() int }
+	switch {
+	case errors.As(err, &coded):
+		return coded.ExitCode()
+	case errors.Is(err, errUsage), errors.Is(err, node.ErrInvalid):
+		return exitUsage
+	}
+	return exitFailure
+}
+
+// errUsage is wrapped by errors that the user mends on the command line or in the configuration. It says nothing itself.
+var errUsage = errors.New("usage")
+
+type usageError struct{ error }
+
+func (e usageError) Is(target error) bool { return target == errUsage }
+func (e usageError) Unwrap() error        { return e.error }
+
+func usagef(format string, args ...any) error { return usageError{fmt.Errorf(format, args...)} }
+
+// An exitCode is the error of a command that has said everything itself.
+type exitCode int
+
+func (c exitCode) Error() string { return fmt.Sprintf("exit code %d", int(c)) }
+
+func newRoot(env []string) *cobra.Command {
+	root := newProxy(env)
+	root.Use = "ztun"
+	root.Short = "A node proxy in user space: TCP of pods over HBONE"
+	root.Long = `ztun carries the TCP connections of pods to the nodes of their peers, as HTTP/2 CONNECT streams over mutual TLS (HBONE),
+and answers their DNS. The pods need no change and do not notice.
+
+Without a command it does what "ztun proxy" does.`
+	root.Example = "  ztun --config configs/node.yaml"
+	root.Args = func(cmd *cobra.Command, args []string) error {
+		if len(args) == 0 {
+			return nil
+		}
+		return usagef("unknown command %q%s", args[0], config.Suggestion(args[0], commandNames(cmd)))
+	}
+	root.SilenceErrors, root.SilenceUsage = true, true
+	root.SetFlagErrorFunc(flagError)
+	root.AddCommand(newProxy(env), newVersion(), newDemo(),
+		newDemoProgram("demo-server", "The server in a pod of the demonstration", demo.ServerMain),
+		newDemoProgram("demo-client", "The client in a pod of the demonstration", demo.ClientMain))
+	root.SetHelpCommand(newHelp())
+	return root
+}
+
+func commandNames(root *cobra.Command) []string {
+	var names []string
+	for _, c := range root.Commands() {
+		if !c.Hidden {
+			names = append(names, c.Name())
+		}
+	}
+	return names
+}
+
+// flagError names the nearest flag if one is unknown.
+func flagError(cmd *cobra.Command, err error) error {
+	var unknown *pflag.NotExistError
+	if !errors.As(err, &unknown) || len(unknown.GetSpecifiedName()) < 2 {
+		return usagef("%s: %w", cmd.CommandPath(), err)
+	}
+	var names []string
+	cmd.Flags().VisitAll(func(f *pflag.Flag) { names = append(names, "--"+f.Name) })
+	name := "--" + unknown.GetSpecifiedName()
+	return usagef("%s: unknown flag %s%s", cmd.CommandPath(), name, config.Suggestion(name, names))
+}
+
+// noArgs is cobra.NoArgs with our exit code.
+func noArgs(cmd *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return usagef("%s: unexpected argument %q", cmd.CommandPath(), args[0])
+	}
+	return nil
+}
+
+// newHelp is cobra's command, but a name that it does not know is an error.
+func newHelp() *cobra.Command {
+	return &cobra.Command{
+		Use:     "help [command]",
+		Short:   "Say how a command is used",
+		Example: "  ztun help proxy",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			root := cmd.Root()
+			found, rest, err := root.Find(args)
+			if err != nil || len(rest) > 0 {
+				return usagef("unknown command %q%s", strings.Join(args, " "), config.Suggestion(args[0], commandNames(root)))
+			}
+			found.InitDefaultHelpFlag()
+			return found.Help()
+		},
+	}
+}

@@ -1,0 +1,87 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/internal/node"
+)
+
+func newProxy(env []string) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "proxy [ztunnel]",
+		Short: "Serve the pods of this node",
+		Long: `Serve the pods of this node until SIGTERM or SIGINT. Then connections may end, and each pod gets its network back. A second
+SIGINT ends the process at once; its pods stay captured and closed until the next one starts.
+
+A setting is taken from its flag, else from its environment variable, else from the configuration file, else it has its default. The
+word "ztunnel" changes nothing: ztunnel is started with it.`,
+		Example: "  ztun proxy --config configs/node.yaml",
+		Args: func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 && args[0] == "ztunnel" {
+				args = args[1:]
+			}
+			return noArgs(cmd, args)
+		},
+	}
+	file := cmd.Flags().String("config", "", "YAML file with the configuration (ZTUN_CONFIG)")
+	for _, s := range config.Settings() {
+		v := &settingValue{text: s.Default, kind: s.Type}
+		cmd.Flags().Var(v, s.Flag, s.Meaning+" ("+s.Variable+")")
+		if s.Type == "bool" {
+			cmd.Flags().Lookup(s.Flag).NoOptDefVal = "true"
+		}
+	}
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		given := make(map[string]string)
+		cmd.Flags().Visit(func(f *pflag.Flag) { given[f.Name] = f.Value.String() })
+		cfg, err := config.Load(config.Sources{File: *file, Env: env, Flags: given})
+		if err != nil {
+			return usageError{err}
+		}
+		ctx, stop := untilSignal(cmd.Context())
+		defer stop()
+		return node.Run(ctx, cfg, node.Options{Stdout: cmd.OutOrStdout(), Stderr: cmd.ErrOrStderr()})
+	}
+	return cmd
+}
+
+// A settingValue keeps the text of a flag. The configuration reads it, together with everything else that is wrong.
+type settingValue struct{ text, kind string }
+
+func (v *settingValue) String() string { return v.text }
+func (v *settingValue) Type() string   { return v.kind }
+
+func (v *settingValue) Set(s string) error {
+	v.text = s
+	return nil
+}
+
+// untilSignal gives a context that the first SIGINT or SIGTERM cancels; the cause names it. A second SIGINT then ends the process.
+func untilSignal(parent context.Context) (ctx context.Context, stop func()) {
+	ctx, cancel := context.WithCancelCause(parent)
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		select {
+		case s := <-signals:
+			signal.Reset(os.Interrupt)
+			cancel(errors.New(s.String()))
+		case <-ctx.Done():
+		}
+	}()
+	return ctx, func() {
+		cancel(nil)
+		<-done
+		signal.Stop(signals)
+	}
+}
