@@ -115,7 +115,8 @@ func NewLimits(maxInFlight int) *Limits {
 // InFlight is the number of SYNs in flight now.
 func (l *Limits) InFlight() int { return int(l.inFlight.Load()) }
 
-func (l *Limits) acquire() bool {
+// Acquire takes a place; false if there is none. Backends other than a Stack use it, too.
+func (l *Limits) Acquire() bool {
 	if l.inFlight.Add(1) > l.max {
 		l.inFlight.Add(-1)
 		return false
@@ -123,4 +124,5 @@ func (l *Limits) acquire() bool {
 	return true
 }
 
-func (l *Limits) release() { l.inFlight.Add(-1) }
+// Release gives a place back.
+func (l *Limits) Release() { l.inFlight.Add(-1) }

@@ -117,7 +117,7 @@ func (t *table) syn(p *packet, b []byte) {
 	}
 	var r *request
 	var ctx context.Context
-	if s.cfg.Limits.acquire() {
+	if s.cfg.Limits.Acquire() {
 		r = &request{t: t, flow: flow, seq: p.seq, syn: append([]byte(nil), b[:p.end]...), header: p.payload}
 		ctx, r.cancel = context.WithCancelCause(context.Background()) // no parent: it needs no end to be freed
 		t.requests[flow] = r
@@ -202,7 +202,7 @@ func (t *table) unlink(r *request) {
 	delete(t.requests, r.flow)
 	r.state = ended
 	t.s.count.inFlight.Add(^uint64(0))
-	t.s.cfg.Limits.release()
+	t.s.cfg.Limits.Release()
 }
 
 // arm makes sure that age is called at the oldest deadline. mu is held.

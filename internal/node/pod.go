@@ -35,6 +35,7 @@ type pod struct {
 	group    *loop.Group
 	device   *tun.Kernel
 	stack    *stack.Stack
+	icmp     *underlay.ICMPRelay
 	listener *underlay.Listener
 	server   *hbone.Server
 	pool     *hbone.Pool
@@ -72,6 +73,12 @@ func (n *Node) startPod(ctx context.Context, spec podSpec) (_ *pod, err error) {
 	}
 	p.device = device
 	if err := p.assemble(n, u); err != nil {
+		return nil, err
+	}
+	if p.icmp, err = u.ListenICMP(device.HasIPv6()); err != nil {
+		return nil, err
+	}
+	if err := p.icmp.Start(p.stack.Inject); err != nil {
 		return nil, err
 	}
 	if err := p.listener.Start(p.server.Serve); err != nil {
@@ -149,6 +156,9 @@ func (p *pod) abandon(ctx context.Context) {
 	if p.stack != nil {
 		errs = append(errs, p.stack.Close())
 	}
+	if p.icmp != nil {
+		errs = append(errs, p.icmp.Close(ctx))
+	}
 	if p.listener != nil {
 		errs = append(errs, p.listener.Close(ctx))
 	}
@@ -179,6 +189,7 @@ func (p *pod) end(ctx context.Context) error {
 	var g errgroup.Group
 	g.Go(func() error { return p.server.Close(ctx) })
 	g.Go(func() error { return p.pool.Close(ctx) })
+	g.Go(func() error { return p.icmp.Close(ctx) })
 	err := g.Wait()
 	if errors.Is(err, context.DeadlineExceeded) {
 		err = nil // what was left has been cut

@@ -30,12 +30,22 @@ type Listener struct {
 // Listen binds and listens on addr for tunnels, with our mark: what it accepts inherits it, so that replies are not captured. An
 // unspecified IPv6 address takes IPv4 as well. Accepting begins with Start.
 func (u *Underlay) Listen(addr netip.AddrPort) (*Listener, error) {
+	return u.listen(addr, u.tune, u.setUserTimeout)
+}
+
+// listenApplications is Listen for connections of applications, whose readers may pause.
+func (u *Underlay) listenApplications(addr netip.AddrPort) (*Listener, error) {
+	return u.listen(addr, u.tune)
+}
+
+// listen applies options to the listening socket, which what it accepts inherits.
+func (u *Underlay) listen(addr netip.AddrPort, options ...func(fd int) error) (*Listener, error) {
 	domain, sa := sockaddr(addr)
 	fd, err := u.cfg.Netns.Socket(domain, unix.SOCK_STREAM|unix.SOCK_NONBLOCK, unix.IPPROTO_TCP)
 	if err != nil {
 		return nil, err
 	}
-	if err := u.listen(fd, domain, sa); err != nil {
+	if err := u.bindAndListen(fd, domain, sa, options); err != nil {
 		unix.Close(fd)
 		if errors.Is(err, unix.EADDRINUSE) {
 			return nil, fmt.Errorf("underlay: listen on %s in netns %s: %w; stop the process that holds the port (ss -ltnp in that namespace names it)", addr, u.cfg.Netns, err)
@@ -45,24 +55,19 @@ func (u *Underlay) Listen(addr netip.AddrPort) (*Listener, error) {
 	return &Listener{u: u, fd: fd, addr: addr}, nil
 }
 
-func (u *Underlay) listen(fd, domain int, sa unix.Sockaddr) error {
-	type option struct {
-		level, opt, value int
-		name              string
+func (u *Underlay) bindAndListen(fd, domain int, sa unix.Sockaddr, options []func(fd int) error) error {
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(u.cfg.Marks.Own)); err != nil {
+		return fmt.Errorf("SO_MARK: %w", err)
 	}
-	options := []option{
-		{unix.SOL_SOCKET, unix.SO_MARK, int(u.cfg.Marks.Own), "SO_MARK"},
-		{unix.SOL_SOCKET, unix.SO_REUSEADDR, 1, "SO_REUSEADDR"},
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1); err != nil {
+		return fmt.Errorf("SO_REUSEADDR: %w", err)
 	}
 	if domain == unix.AF_INET6 {
-		options = append(options, option{unix.SOL_IPV6, unix.IPV6_V6ONLY, 0, "IPV6_V6ONLY"})
-	}
-	for _, o := range options {
-		if err := unix.SetsockoptInt(fd, o.level, o.opt, o.value); err != nil {
-			return fmt.Errorf("%s: %w", o.name, err)
+		if err := unix.SetsockoptInt(fd, unix.SOL_IPV6, unix.IPV6_V6ONLY, 0); err != nil {
+			return fmt.Errorf("IPV6_V6ONLY: %w", err)
 		}
 	}
-	for _, set := range []func(int) error{u.tune, u.setUserTimeout} { // inherited by what is accepted
+	for _, set := range options {
 		if err := set(fd); err != nil {
 			return err
 		}
