@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"math/rand/v2"
 	"os"
@@ -170,6 +171,9 @@ func (n *Node) loadCA() (identity.CA, error) {
 func (n *Node) newPodSpec(p *config.Pod) (podSpec, error) {
 	netns, err := tun.OpenNetns(p.Netns)
 	if err != nil {
+		if !errors.Is(err, fs.ErrPermission) {
+			err = fmt.Errorf("%w: %w", ErrInvalid, err)
+		}
 		return podSpec{}, fmt.Errorf("pod %s/%s: %w", p.Namespace, p.Name, err)
 	}
 	for _, other := range n.specs {
@@ -283,7 +287,7 @@ func (n *Node) serverTLS(self func() workload.Identity) func(context.Context) (*
 func (n *Node) newDNS(u *underlay.Underlay) (*dnsproxy.Server, error) {
 	return dnsproxy.New(dnsproxy.Config{
 		Store: &n.store, Network: n.cfg.Network, ClusterDomain: n.cfg.ClusterDomain, PreferredNamespace: n.cfg.PreferredServiceNamespace,
-		Upstream: resolver{u}, Now: time.Now, Rand: n.rand, Log: n.log,
+		Upstream: resolver{u}, Now: time.Now, Rand: n.rand, Log: n.log, NoIPv6: !n.cfg.IPv6Enabled,
 	})
 }
 

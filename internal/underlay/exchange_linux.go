@@ -24,7 +24,7 @@ func (u *Underlay) Exchange(ctx context.Context, server netip.AddrPort, msg, buf
 	}
 	defer unix.Close(fd)
 	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(u.cfg.Marks.Own)); err != nil {
-		return nil, fmt.Errorf("underlay: SO_MARK: %w", err)
+		return nil, fmt.Errorf("underlay: %w", markError(err))
 	}
 	if err := unix.Connect(fd, sa); err != nil {
 		return nil, fmt.Errorf("underlay: connect %s: %w", server, err)

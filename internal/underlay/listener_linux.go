@@ -57,7 +57,7 @@ func (u *Underlay) listen(addr netip.AddrPort, options ...func(fd int) error) (*
 
 func (u *Underlay) bindAndListen(fd, domain int, sa unix.Sockaddr, options []func(fd int) error) error {
 	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(u.cfg.Marks.Own)); err != nil {
-		return fmt.Errorf("SO_MARK: %w", err)
+		return markError(err)
 	}
 	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1); err != nil {
 		return fmt.Errorf("SO_REUSEADDR: %w", err)

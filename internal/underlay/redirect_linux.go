@@ -344,7 +344,8 @@ type udpListener struct {
 	fd      int
 	addr    netip.AddrPort
 	handler stack.Handler
-	handle  *loop.Ref
+	handle  *loop.Ref // nil until start
+	ref     *loop.Ref // the same, for what begins on the loop
 	buf     [65535]byte
 }
 
@@ -366,8 +367,8 @@ func (u *Underlay) listenUDP(addr netip.AddrPort) (*udpListener, error) {
 }
 
 func (l *udpListener) start(h stack.Handler) error {
-	l.handler = h
 	l.handle = l.u.cfg.Group.Add(func(r *loop.Ref) loop.Task {
+		l.ref, l.handler = r, h
 		if err := r.Watch(l.fd, func(loop.Events) { r.Wake() }); err != nil {
 			l.u.cfg.Log.Error("listener does not hear", "address", l.addr.String(), "error", err.Error())
 		}
@@ -451,7 +452,7 @@ func (c *redirectedUDP) Payload() []byte  { return c.payload }
 func (c *redirectedUDP) Reply(p []byte) error {
 	answer := append([]byte(nil), p...)
 	_, sa := sockaddr(c.flow.Src)
-	if !c.l.handle.Post(func() {
+	if !c.l.ref.Post(func() {
 		if c.l.fd >= 0 {
 			unix.Sendto(c.l.fd, answer, 0, sa) //nolint:errcheck // lost datagrams are asked for again
 		}

@@ -151,7 +151,7 @@ func (u *Underlay) dial(ctx context.Context, dst netip.AddrPort, mark uint32, pr
 
 func (u *Underlay) connect(ctx context.Context, fd int, sa unix.Sockaddr, mark uint32, prepare func(fd int) error) (*Conn, error) {
 	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(mark)); err != nil {
-		return nil, fmt.Errorf("SO_MARK: %w", err)
+		return nil, markError(err)
 	}
 	if err := u.tune(fd); err != nil {
 		return nil, err
@@ -182,6 +182,14 @@ func (u *Underlay) awaitConnect(ctx context.Context, fd int) error {
 			return err
 		}
 	}
+}
+
+// markError says what setting a mark needs.
+func markError(err error) error {
+	if errors.Is(err, unix.EPERM) {
+		return fmt.Errorf("mark a socket: %w; run as root, or with CAP_NET_ADMIN, CAP_NET_RAW and CAP_SYS_ADMIN", err)
+	}
+	return fmt.Errorf("mark a socket: %w", err)
 }
 
 // connected reports whether a connect has ended, and how.
