@@ -398,7 +398,12 @@ func TestNetnsOwners(t *testing.T) {
 	otherPID, _ := startOwner(t, other.pod, t.TempDir()) // same name of device, not to be mistaken for the owner
 	pid, kill := startOwner(t, l.pod, cfg.StateDir)
 	during := dump(t, l.pod)
-	for name, err := range map[string]error{"Open": second(Open(t.Context(), cfg)), "Remove": Remove(t.Context(), cfg)} {
+	if err := InUse(newLab(t, true).pod, ""); err != nil {
+		t.Errorf("InUse of a netns without a device: %v", err)
+	}
+	for name, err := range map[string]error{
+		"Open": second(Open(t.Context(), cfg)), "Remove": Remove(t.Context(), cfg), "InUse": InUse(l.pod, ""),
+	} {
 		if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("in use by pid %d (", pid)) {
 			t.Errorf("%s with a living owner: %v, want an error naming pid %d (not %d)", name, err, pid, otherPID)
 		}

@@ -10,13 +10,30 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// InUse returns nil if no living process is seen to hold the device called name ("" means [DefaultName]) in the netns, else
+// the error of [Open], which names it. It reads the descriptors of all processes.
+func InUse(netns *Netns, name string) error {
+	if name == "" {
+		name = DefaultName
+	}
+	pid, command := findOwner(netns, name)
+	if pid == 0 {
+		return nil
+	}
+	return fmt.Errorf("tun: netns %s: %w", netns, ownedBy(name, pid, command))
+}
+
+func ownedBy(name string, pid int, command string) error {
+	return fmt.Errorf("device %s: in use by pid %d (%s); stop it first", name, pid, command)
+}
+
 // busy returns the error for a device that has an owner.
 func (s *setup) busy() error {
 	pid, command := findOwner(s.cfg.Netns, s.cfg.Name)
 	if pid == 0 {
 		return fmt.Errorf("device %s: in use by a process that is not visible here; stop it first", s.cfg.Name)
 	}
-	return fmt.Errorf("device %s: in use by pid %d (%s); stop it first", s.cfg.Name, pid, command)
+	return ownedBy(s.cfg.Name, pid, command)
 }
 
 // findOwner looks in /proc for the process that holds the device open. A process has a descriptor for each pod, all of

@@ -54,6 +54,9 @@ type Interface struct {
 // Drops counts the packets that a device has lost, by reason.
 type Drops struct{ TooLong, Full uint64 }
 
+// InUse returns nil.
+func InUse(*Netns, string) error { return nil }
+
 // Open returns an error.
 func Open(context.Context, Config) (*Kernel, error) { return nil, errLinux }
 

@@ -86,8 +86,14 @@ type child struct {
 // spawn starts the ztun of node i as a process, with variables such as "NAME=value".
 func (b *bed) spawn(i int, vars ...string) *child {
 	b.t.Helper()
+	return b.spawnFile(i, b.file(i), vars...)
+}
+
+// spawnFile is spawn with another configuration file.
+func (b *bed) spawnFile(i int, file string, vars ...string) *child {
+	b.t.Helper()
 	c := &child{cmd: b.Node(i).Command(b.t.Context(), os.Args[0], "-test.run=^$"), out: newLogBuffer(), log: newLogBuffer()}
-	c.cmd.Env = append(append(os.Environ(), childConfig+"="+b.file(i)), vars...)
+	c.cmd.Env = append(append(os.Environ(), childConfig+"="+file), vars...)
 	c.cmd.Stdout, c.cmd.Stderr = c.out, c.log
 	if err := c.cmd.Start(); err != nil {
 		b.t.Fatal(err)

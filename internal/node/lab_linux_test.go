@@ -150,6 +150,23 @@ func (b *bed) load(i int) *config.Config {
 	return cfg
 }
 
+// rewrite writes the configuration of node i to another file, with old replaced by new, which are taken in pairs, and returns
+// its path.
+func (b *bed) rewrite(i int, name string, oldnew ...string) string {
+	b.t.Helper()
+	text, err := os.ReadFile(b.file(i))
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	for i := 0; i < len(oldnew); i += 2 {
+		if !strings.Contains(string(text), oldnew[i]) {
+			b.t.Fatalf("no %q in\n%s", oldnew[i], text)
+		}
+	}
+	b.write(name, strings.NewReplacer(oldnew...).Replace(string(text)))
+	return b.path(name)
+}
+
 // start starts the ztun of node i and waits until it serves.
 func (b *bed) start(i int) *process {
 	b.t.Helper()

@@ -1,11 +1,13 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"syscall"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -60,6 +62,9 @@ func (n *Node) startPod(ctx context.Context, spec podSpec) (_ *pod, err error) {
 	any6 := netip.AddrPortFrom(netip.IPv6Unspecified(), hbone.Port)
 	if p.listener, err = u.Listen(any6); errors.Is(err, errNoIPv6) {
 		p.listener, err = u.Listen(netip.AddrPortFrom(netip.IPv4Unspecified(), hbone.Port))
+	}
+	if errors.Is(err, syscall.EADDRINUSE) { // a ztun that holds the port holds the device too, by which it can be named
+		err = cmp.Or(tun.InUse(spec.netns, tun.DefaultName), err)
 	}
 	if err != nil {
 		return nil, err

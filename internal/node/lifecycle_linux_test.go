@@ -1,0 +1,74 @@
+package node
+
+import (
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func TestNetnsSecondStartIsRefused(t *testing.T) {
+	b := newBed(t)
+	a := b.start(0)
+	b.start(1)
+	b.serve(b.pods[webB], 8080, echo)
+	open, err := b.dial(b.pods[clientA], "10.96.0.10:80")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer open.Close()
+	other := b.rewrite(0, "other-directory", "node-a/ztun.sock", "elsewhere/ztun.sock")
+	unchanged(t, b.pods[:2], func() {
+		for _, file := range []string{b.file(0), other} {
+			line, code := b.spawnFile(0, file).failure(t)
+			if want := fmt.Sprintf("pid %d ", os.Getpid()); code != childFailed || !strings.Contains(line, want) || !strings.Contains(line, "stop it first") {
+				t.Errorf("the second start says %q, exit code %d, want %q in it and code %d", line, code, want, childFailed)
+			}
+		}
+	})
+	for _, to := range []string{"10.96.0.10:80", "[fd96::10]:80"} {
+		if err := b.pingPong(b.pods[clientA], to); err != nil {
+			t.Errorf("after the second start, %s: %v", to, err)
+		}
+	}
+	if err := bounce(open, "still here"); err != nil {
+		t.Errorf("a connection from before the second start: %v", err)
+	}
+	if !ended(a) {
+		return
+	}
+	t.Error("the first process has ended")
+}
+
+func ended(p *process) bool {
+	select {
+	case <-p.done:
+		return true
+	default:
+		return false
+	}
+}
+
+func TestNetnsStopLeavesThePodsAsTheyWere(t *testing.T) {
+	b := newBed(t)
+	b.start(1)
+	b.serve(b.pods[webB], 8080, echo)
+	for range 2 {
+		unchanged(t, b.pods[:2], func() {
+			before := dump(t, b.pods[clientA])
+			b.start(0)
+			if after := dump(t, b.pods[clientA]); slices.Equal(before, after) {
+				t.Error("the dump does not see that the pod is captured")
+			}
+			if err := b.pingPong(b.pods[clientA], "10.96.0.10:80"); err != nil {
+				t.Error(err)
+			}
+			b.stop(0)
+		})
+		// Now the pod reaches the other as if there were no mesh.
+		if err := b.pingPong(b.pods[clientA], addrPort(b.pods[webB].Addr4, 8080)); err != nil {
+			t.Errorf("without ztun: %v", err)
+		}
+	}
+}
