@@ -96,8 +96,8 @@ func TestNetnsDemonstrationOfNothing(t *testing.T) {
 func TestNetnsDemonstrationWithoutItsNodes(t *testing.T) {
 	needPrivilege(t)
 	out, err := demonstrate(t, t.Context(), Config{Binary: program(t, dyingZtun), OwnClients: true, Measure: 50 * time.Millisecond})
-	if err == nil || !strings.Contains(err.Error(), "ended before it was ready: exit status 1") || !strings.Contains(err.Error(), "port 15008 is taken") {
-		t.Errorf("Run = %v, want the node's end and its last words", err)
+	if want := "demo: node-a: ztun ended before it was ready: exit status 1: port 15008 is taken"; err == nil || err.Error() != want {
+		t.Errorf("Run = %v, want %s", err, want)
 	}
 	if !strings.Contains(out, "Two nodes") {
 		t.Errorf("the report begins %q", out)

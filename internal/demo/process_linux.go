@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"time"
@@ -113,12 +114,21 @@ func (p *nodeProcess) ready(ctx context.Context) error {
 	return fmt.Errorf("demo: %s: ztun: %w%s", p.name, err, p.lastWords())
 }
 
-// lastWords are the end of the log, to stand behind an error.
+// lastWords are what the process said about its end, to stand behind an error: its last line, or the reason of a panic, which
+// many lines follow.
 func (p *nodeProcess) lastWords() string {
-	if s := p.log.last(5); s != "" {
-		return "; it said:\n  " + strings.ReplaceAll(s, "\n", "\n  ")
+	said := strings.Split(p.log.last(1000), "\n")
+	last := said[len(said)-1]
+	for _, line := range said {
+		if strings.HasPrefix(line, "panic: ") || strings.HasPrefix(line, "fatal error: ") {
+			last = line
+			break
+		}
 	}
-	return ", without a word"
+	if last == "" {
+		return ", without a word"
+	}
+	return ": " + last
 }
 
 // logged is how long the record of a connection may take from the connection's end.
@@ -145,10 +155,15 @@ func (p *nodeProcess) record(ctx context.Context, first int, match func(record) 
 	return found, nil
 }
 
-// stop asks the process to end, which gives the pods their network back, and waits.
-func (p *nodeProcess) stop() error {
+// stop asks the process to end, which gives the pods their network back, and waits. After a start that failed, and was reported,
+// it does not matter how a process ended.
+func (p *nodeProcess) stop(started bool) error {
 	defer p.closeFiles()
-	if err := p.cmd.Stop(endWithin); err != nil {
+	err := p.cmd.Stop(endWithin)
+	if _, exited := errors.AsType[*exec.ExitError](err); exited && !started {
+		return nil
+	}
+	if err != nil {
 		return fmt.Errorf("demo: %s: ztun: %w%s", p.name, err, p.lastWords())
 	}
 	return nil

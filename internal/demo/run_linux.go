@@ -27,7 +27,8 @@ type run struct {
 	lab      *lab.Lab
 	members  []member
 	hosts    map[role]*lab.Host
-	nodes    []*nodeProcess // by node, once started
+	nodes    []*nodeProcess // by node
+	started  bool           // all nodes were ready
 
 	asked, answered string // markers of requests and of answers
 	report          Report
@@ -291,6 +292,7 @@ func (r *run) startNodes(ctx context.Context) error {
 			return err
 		}
 	}
+	r.started = true
 	return nil
 }
 
@@ -299,7 +301,7 @@ func (r *run) stopNodes() error {
 	errs := make([]error, len(r.nodes))
 	var g errgroup.Group
 	for i, p := range r.nodes {
-		g.Go(func() error { errs[i] = p.stop(); return nil })
+		g.Go(func() error { errs[i] = p.stop(r.started); return nil })
 	}
 	_ = g.Wait()
 	r.nodes = nil
