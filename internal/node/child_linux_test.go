@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -20,7 +22,8 @@ import (
 const (
 	childConfig   = "ZTUN_NODE_TEST_CONFIG"    // the file
 	childFailOpen = "ZTUN_NODE_TEST_FAIL_OPEN" // Options.FailOpenRoute
-	childDeprive  = "ZTUN_NODE_TEST_DEPRIVE"   // root, or tun
+	childDeprive  = "ZTUN_NODE_TEST_DEPRIVE"   // what deprive takes away
+	childMounts   = "ZTUN_NODE_TEST_MOUNTS"    // netns=file, a list like PATH
 )
 
 // Exit codes of a child.
@@ -70,10 +73,33 @@ func deprive(of string) error {
 			return err
 		}
 		return unix.Setuid(65534)
+	case "capabilities":
+		return dropCapabilities()
 	case "tun":
 		return unix.Mount("tmpfs", "/dev/net", "tmpfs", 0, "size=4k")
 	}
 	return nil
+}
+
+// dropCapabilities makes this process one of root without capabilities, by which namespaces can be opened but not entered. It
+// starts the program anew: nothing else reaches all threads.
+func dropCapabilities() error {
+	for _, mount := range filepath.SplitList(os.Getenv(childMounts)) {
+		from, to, _ := strings.Cut(mount, "=")
+		if err := unix.Mount(from, to, "", unix.MS_BIND, ""); err != nil {
+			return fmt.Errorf("bind %s: %w", mount, err)
+		}
+	}
+	runtime.LockOSThread()
+	for c := range uintptr(unix.CAP_LAST_CAP + 1) {
+		if err := unix.Prctl(unix.PR_CAPBSET_DROP, c, 0, 0, 0); err != nil {
+			return fmt.Errorf("capability %d: %w", c, err)
+		}
+	}
+	if err := os.Unsetenv(childDeprive); err != nil {
+		return err
+	}
+	return unix.Exec("/proc/self/exe", os.Args, os.Environ())
 }
 
 // A child is one node's ztun, in a process of its own.

@@ -147,7 +147,7 @@ func loadState(cfg *config.Config) (workload.State, error) {
 	if cfg.LocalXDSPath != "" {
 		var err error
 		if data, err = os.ReadFile(cfg.LocalXDSPath); err != nil {
-			return workload.State{}, fmt.Errorf("state file: %w", err)
+			return workload.State{}, fmt.Errorf("state file: %w; is LOCAL_XDS_PATH (localXdsPath in the file) right?", err)
 		}
 		name = cfg.LocalXDSPath
 	} else if cfg.LocalXDS == "" {
@@ -162,7 +162,11 @@ func (n *Node) loadCA() (identity.CA, error) {
 		return nil, errors.New("no certificate authority: set FAKE_CA=true (fakeCa in the file) for the built-in one")
 	case n.cfg.FakeCARoot != "":
 		n.log.Warn("certificates come from a key in a file: for trials only", "root", n.cfg.FakeCARoot)
-		return ca.Load(n.cfg.FakeCARoot, time.Now)
+		c, err := ca.Load(n.cfg.FakeCARoot, time.Now)
+		if err != nil {
+			return nil, fmt.Errorf("%w; ZTUN_FAKE_CA_ROOT (fakeCaRoot in the file) has to name a PEM file with a valid root certificate and its ECDSA key", err)
+		}
+		return c, nil
 	}
 	n.log.Warn("certificates come from a root of this process alone: no other node trusts it; share one by ZTUN_FAKE_CA_ROOT")
 	return ca.New(time.Now)
