@@ -20,7 +20,7 @@ func (p *printer) heading(what, proves string) { p.printf("\n%s\n  (%s)\n", what
 
 // line is one observation.
 func (p *printer) line(what, got string, ok bool) {
-	p.printf("  %-6s %-51s  %s\n", verdict(ok), what, got)
+	p.printf("  %-6s %-53s %s\n", verdict(ok), what, got)
 }
 
 func verdict(ok bool) string {
