@@ -47,11 +47,10 @@ func transfer(from, to *net.TCPConn, seed byte, n int64) error {
 	return nil
 }
 
-// 100 MB each way, first one after the other, then both at once.
+// [bulkBytes] each way, first one after the other, then both at once.
 func TestNetnsBulkArrivesIntact(t *testing.T) {
 	b := newBed(t)
 	a, z := b.start(0), b.start(1)
-	const size = 100_000_000
 	for i, w := range b.ways(8080) {
 		for _, both := range []bool{false, true} {
 			client, server := b.connect(t, w)
@@ -61,11 +60,11 @@ func TestNetnsBulkArrivesIntact(t *testing.T) {
 			start := time.Now()
 			var down sync.WaitGroup
 			var downErr error
-			receiveDown := func() { downErr = transfer(server, client, byte(2*i+1), size) }
+			receiveDown := func() { downErr = transfer(server, client, byte(2*i+1), bulkBytes) }
 			if both {
 				down.Go(receiveDown)
 			}
-			upErr := transfer(client, server, byte(2*i), size)
+			upErr := transfer(client, server, byte(2*i), bulkBytes)
 			down.Wait()
 			if !both {
 				receiveDown()
@@ -73,7 +72,7 @@ func TestNetnsBulkArrivesIntact(t *testing.T) {
 			if err := errors.Join(upErr, downErr); err != nil {
 				t.Errorf("%s, %s, at once %t: %v", w.name, w.addr, both, err)
 			}
-			t.Logf("%s, %s, at once %t: %.0f Mbit/s", w.name, w.addr, both, 2*size*8/1e6/time.Since(start).Seconds())
+			t.Logf("%s, %s, at once %t: %.0f Mbit/s", w.name, w.addr, both, 2*bulkBytes*8/1e6/time.Since(start).Seconds())
 			client.Close()
 			server.Close()
 		}
@@ -81,11 +80,11 @@ func TestNetnsBulkArrivesIntact(t *testing.T) {
 	awaitNoneOpen(t, a, z)
 }
 
-// Several connections share tunnels and loops, each with 10 MB both ways.
+// Several connections share tunnels and loops, each with a tenth of [bulkBytes] both ways.
 func TestNetnsParallelBulkArrivesIntact(t *testing.T) {
 	b := newBed(t)
 	a, z := b.start(0), b.start(1)
-	const size = 10_000_000
+	const size = bulkBytes / 10
 	for _, w := range b.ways(8080)[:2] { // the mesh's
 		var ends [8][2]*net.TCPConn
 		for i := range ends {

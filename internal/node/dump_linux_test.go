@@ -43,7 +43,8 @@ func dump(t *testing.T, h *lab.Host) []string {
 			for _, parent := range []uint32{netlink.HANDLE_MIN_INGRESS, netlink.HANDLE_MIN_EGRESS} {
 				dumps = append(dumps, kernelList{
 					"filter", unix.RTM_GETTFILTER, unix.RTM_NEWTFILTER, nl.SizeofTcMsg,
-					&nl.TcMsg{Ifindex: int32(l.Attrs().Index), Parent: parent}, []uint16{nl.TCA_STATS, nl.TCA_STATS2},
+					&nl.TcMsg{Ifindex: int32(l.Attrs().Index), Parent: parent},
+					[]uint16{nl.TCA_STATS, nl.TCA_STATS2},
 				})
 			}
 		}

@@ -50,7 +50,7 @@ func TestNetnsFailuresAreSeenAsSuch(t *testing.T) {
 		{"workload that is gone", b.pods[clientA], []string{"10.77.2.254:80", "[fd77::2:fe]:80"}, unix.EHOSTUNREACH, afterProbe, "no route to host", ""},
 		{"network without a route", b.pods[clientA], []string{"192.0.2.1:80", "[2001:db8::1]:80"}, unix.ENETUNREACH, afterProbe, "network is unreachable", ""},
 	}
-	try := func(t *testing.T, from *lab.Host, to string) (error, time.Duration) {
+	try := func(t *testing.T, from *lab.Host, to string) (time.Duration, error) {
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 		defer cancel()
 		start := time.Now()
@@ -58,13 +58,13 @@ func TestNetnsFailuresAreSeenAsSuch(t *testing.T) {
 		if err == nil {
 			c.Close()
 		}
-		return err, time.Since(start)
+		return time.Since(start), err
 	}
 	var all sync.WaitGroup
 	for _, tt := range tests {
 		for _, to := range tt.to {
 			all.Go(func() {
-				err, took := try(t, tt.from, to)
+				took, err := try(t, tt.from, to)
 				if !errors.Is(err, tt.want) || took > tt.limit {
 					t.Errorf("%s, %s: %v after %v, want %v within %v", tt.name, to, err, took, tt.want, tt.limit)
 				}
