@@ -249,6 +249,44 @@ func TestNetnsAdoptedPodIsGivenBack(t *testing.T) {
 	})
 }
 
+// What is cut by the death of either node is never mistaken for whole: the other side's application sees a reset, no EOF.
+func TestNetnsCrashIsNoEndOfFile(t *testing.T) {
+	for node, name := range []string{"of the client's node", "of the server's node"} {
+		t.Run(name, func(t *testing.T) {
+			b := newBed(t)
+			nodes := []*child{b.spawnReady(0), b.spawnReady(1)}
+			var senders, receivers [2]net.Conn
+			for i, w := range b.ways(8080)[:2] { // the mesh's
+				client, server := b.connect(t, w)
+				senders[i], receivers[i] = client, server // the dead node's side sends
+				if node == 1 {
+					senders[i], receivers[i] = server, client
+				}
+			}
+			var sending sync.WaitGroup
+			for i := range senders {
+				sending.Go(func() { io.Copy(struct{ io.Writer }{senders[i]}, zeros{}) })
+				if _, err := io.CopyN(io.Discard, receivers[i], 1_000_000); err != nil {
+					t.Fatal(err)
+				}
+			}
+			nodes[node].kill(t)
+			for i, r := range receivers {
+				if n, err := io.Copy(io.Discard, r); !errors.Is(err, syscall.ECONNRESET) {
+					t.Errorf("%v: %d bytes, then %v, want a reset", receivers[i].LocalAddr(), n, err)
+				}
+				senders[i].Close()
+			}
+			sending.Wait()
+		})
+	}
+}
+
+// zeros is an endless reader.
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) { clear(p); return len(p), nil }
+
 func isTimeout(err error) bool {
 	timeout, ok := errors.AsType[net.Error](err)
 	return ok && timeout.Timeout()

@@ -1,11 +1,17 @@
 package node
 
 import (
+	"errors"
 	"fmt"
+	"io"
+	"net"
 	"os"
 	"slices"
 	"strings"
+	"sync"
+	"syscall"
 	"testing"
+	"time"
 )
 
 func TestNetnsSecondStartIsRefused(t *testing.T) {
@@ -71,4 +77,42 @@ func TestNetnsStopLeavesThePodsAsTheyWere(t *testing.T) {
 			t.Errorf("without ztun: %v", err)
 		}
 	}
+}
+
+// An orderly end lets connections finish for a while; what does not is reset, not ended.
+func TestNetnsStopDrains(t *testing.T) {
+	b := newBed(t)
+	b.start(0)
+	z := b.start(1)
+	ways := b.ways(8080)[:2] // the mesh's
+	short, shortServer := b.connect(t, ways[0])
+	long, longServer := b.connect(t, ways[1])
+	for _, c := range []net.Conn{short, shortServer, long, longServer} {
+		c.SetDeadline(time.Now().Add(20 * time.Second))
+	}
+	var sending sync.WaitGroup
+	sending.Go(func() { io.Copy(struct{ io.Writer }{longServer}, zeros{}) })
+	if _, err := io.CopyN(io.Discard, long, 1_000_000); err != nil {
+		t.Fatal(err)
+	}
+	z.stop()
+	z.log.await(t, "msg=ending", z.done)
+	shortServer.Write([]byte("the rest"))
+	shortServer.Close()
+	short.CloseWrite()
+	if got, err := io.ReadAll(short); err != nil || string(got) != "the rest" {
+		t.Errorf("a connection that ends while the node ends: %q, %v", got, err)
+	}
+	start := time.Now()
+	if n, err := io.Copy(io.Discard, long); !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("a connection that goes on: %d bytes, then %v, want a reset", n, err)
+	}
+	if took := time.Since(start); took < drainTime/2 || took > 2*drainTime {
+		t.Errorf("a connection that goes on was cut after %v, want about %v", took, drainTime)
+	}
+	longServer.Close()
+	sending.Wait()
+	<-z.done
+	z.out.await(t, `direction="inbound"`, z.done, `error="connection closed due to connection drain"`)
+	b.stop(1)
 }
