@@ -5,6 +5,7 @@ package configs
 import (
 	"flag"
 	"fmt"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -26,7 +27,14 @@ var examples = map[string]string{"nodeName": "node-a", "localXdsPath": "configs/
 func reference() string {
 	var b strings.Builder
 	for _, s := range config.Settings() {
-		fmt.Fprintf(&b, "\n# %s: %s (%s)\n", s.Variable, s.Meaning, s.Type)
+		name, effect := s.Variable, ""
+		if name == "" {
+			name = s.Key
+		}
+		if s.Unused {
+			effect = "; no effect yet"
+		}
+		fmt.Fprintf(&b, "\n# %s: %s (%s%s)\n", name, s.Meaning, s.Type, effect)
 		if v, ok := examples[s.Key]; ok {
 			fmt.Fprintf(&b, "%s: %s\n", s.Key, v)
 		} else {
@@ -106,7 +114,7 @@ func TestCommentedSettings(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if diff := cmp.Diff(want, got, cmpopts.IgnoreUnexported(config.Config{}), cmpopts.IgnoreFields(config.Config{}, "File"), cmpopts.EquateComparable(config.Threads{})); diff != "" {
+	if diff := cmp.Diff(want, got, cmpopts.IgnoreUnexported(config.Config{}), cmpopts.IgnoreFields(config.Config{}, "File"), cmpopts.EquateComparable(config.Threads{}, netip.AddrPort{})); diff != "" {
 		t.Errorf("with every setting (-node.yaml +uncommented):\n%s", diff)
 	}
 }

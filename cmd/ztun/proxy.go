@@ -8,9 +8,7 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
-	"github.com/spf13/pflag"
 
-	"ztun.dev/ztun/internal/config"
 	"ztun.dev/ztun/internal/node"
 )
 
@@ -21,8 +19,9 @@ func newProxy(env []string) *cobra.Command {
 		Long: `Serve the pods of this node until SIGTERM or SIGINT. Then connections may end, and each pod gets its network back. A second
 SIGINT ends the process at once; its pods stay captured and closed until the next one starts.
 
-A setting is taken from its flag, else from its environment variable, else from the configuration file, else it has its default. The
-word "ztunnel" changes nothing: ztunnel is started with it.`,
+A setting is taken from its flag, else from its environment variable, else from PROXY_CONFIG, else from the configuration file, else
+from the mesh configuration, else it has its default; "ztun config" shows them. The word "ztunnel" changes nothing: ztunnel is started
+with it.`,
 		Example: "  ztun proxy --config configs/node.yaml",
 		Args: func(cmd *cobra.Command, args []string) error {
 			if len(args) > 0 && args[0] == "ztunnel" {
@@ -31,18 +30,9 @@ word "ztunnel" changes nothing: ztunnel is started with it.`,
 			return noArgs(cmd, args)
 		},
 	}
-	file := cmd.Flags().String("config", "", "YAML file with the configuration (ZTUN_CONFIG)")
-	for _, s := range config.Settings() {
-		v := &settingValue{text: s.Default, kind: s.Type}
-		cmd.Flags().Var(v, s.Flag, s.Meaning+" ("+s.Variable+")")
-		if s.Type == "bool" {
-			cmd.Flags().Lookup(s.Flag).NoOptDefVal = "true"
-		}
-	}
+	load := addSettings(cmd, env)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		given := make(map[string]string)
-		cmd.Flags().Visit(func(f *pflag.Flag) { given[f.Name] = f.Value.String() })
-		cfg, err := config.Load(config.Sources{File: *file, Env: env, Flags: given})
+		cfg, err := load()
 		if err != nil {
 			return usageError{err}
 		}
@@ -51,17 +41,6 @@ word "ztunnel" changes nothing: ztunnel is started with it.`,
 		return node.Run(ctx, cfg, node.Options{Stdout: cmd.OutOrStdout(), Stderr: cmd.ErrOrStderr()})
 	}
 	return cmd
-}
-
-// A settingValue keeps the text of a flag. The configuration reads it, together with everything else that is wrong.
-type settingValue struct{ text, kind string }
-
-func (v *settingValue) String() string { return v.text }
-func (v *settingValue) Type() string   { return v.kind }
-
-func (v *settingValue) Set(s string) error {
-	v.text = s
-	return nil
 }
 
 // untilSignal gives a context that the first SIGINT or SIGTERM cancels; the cause names it. A second SIGINT then ends the process.

@@ -37,21 +37,21 @@ func (l *loader) parse(name string, data []byte) {
 	fields := map[string]field{podsKey: f.pods}
 	for i := range settings {
 		s := &settings[i]
-		fields[s.key] = func(n *yaml.Node, path string) {
-			v, ok := f.scalar(n, path, "a "+s.bind(l.cfg).kind())
-			if !ok {
-				return
-			}
-			if err := s.bind(l.cfg).Set(v); err != nil {
-				f.at(n, path, "%s, have %q", err, v)
-				return
-			}
-			l.cfg.origins[s.key] = Origin{FromFile, fmt.Sprintf("%s:%d", name, n.Line)}
-		}
+		fields[s.key] = func(n *yaml.Node, path string) { f.setting(s, n, path, FromFile) }
 	}
 	if root := resolve(doc.Content[0]); !isNull(root) {
 		f.mapping(root, "", fields)
 	}
+}
+
+// HasKey reports whether a YAML mapping has one of the keys.
+func HasKey(data []byte, keys ...string) bool {
+	var doc yaml.Node
+	if err := yaml.NewDecoder(bytes.NewReader(data)).Decode(&doc); err != nil {
+		return false
+	}
+	root := resolve(doc.Content[0])
+	return root.Kind == yaml.MappingNode && slices.ContainsFunc(keys, func(k string) bool { return child(root, k) != nil })
 }
 
 // A fileReader reads the nodes of one file and reports errors as file:line: path: what.
@@ -104,6 +104,23 @@ func (f *fileReader) mapping(n *yaml.Node, path string, fields map[string]field,
 			f.at(n, path+"."+k, "is missing")
 		}
 	}
+}
+
+// setting reads the value of a setting. Where it stands is the rest of its origin.
+func (f *fileReader) setting(s *setting, n *yaml.Node, path string, from Source) {
+	v, ok := f.scalar(n, path, "a "+s.bind(f.cfg).kind())
+	if !ok {
+		return
+	}
+	if err := s.bind(f.cfg).Set(v); err != nil {
+		f.at(n, path, "%s, have %q", err, s.shown(v))
+		return
+	}
+	where := fmt.Sprintf("%s:%d", f.name, n.Line)
+	if from == FromProxyConfig {
+		where = path
+	}
+	f.cfg.origins[s.key], f.cfg.texts[s.key] = Origin{from, where}, v
 }
 
 func (f *fileReader) scalar(n *yaml.Node, path, want string) (string, bool) {

@@ -3,6 +3,7 @@ package config
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"regexp"
 	"slices"
@@ -11,6 +12,7 @@ import (
 
 // Sources is what Load reads. The zero value gives the defaults.
 type Sources struct {
+	Mesh  string            // the mesh configuration, such as MeshFile, which need not be there; "": none
 	File  string            // of --config; "": of ZTUN_CONFIG
 	Env   []string          // as of os.Environ; of a name that is there twice the first counts, as in package os
 	Flags map[string]string // the flags that were given, by Setting.Flag
@@ -18,20 +20,32 @@ type Sources struct {
 
 // Load reads all sources. The error joins everything that is wrong with them, a line each.
 func Load(src Sources) (*Config, error) {
-	l := &loader{cfg: &Config{origins: make(map[string]Origin, len(settings))}}
-	for i := range settings {
-		s := &settings[i]
-		if err := s.bind(l.cfg).Set(s.def); err != nil {
-			l.errorf("default of %s: %s", s.key, err)
-		}
-		l.cfg.origins[s.key] = Origin{}
+	l := newLoader()
+	l.read(src)
+	l.check()
+	if len(l.errs) > 0 {
+		return nil, errors.Join(l.errs...)
 	}
+	return l.cfg, nil
+}
+
+// read reads the sources, the weakest first.
+func (l *loader) read(src Sources) {
 	env := l.environment(src.Env)
+	if src.Mesh != "" {
+		l.meshFile(src.Mesh)
+	}
 	if l.cfg.File = src.File; src.File == "" {
 		l.cfg.File = env[fileVariable]
 	}
 	if l.cfg.File != "" {
 		l.file(l.cfg.File)
+	}
+	if v := env[proxyConfigVariable]; v != "" {
+		l.proxyConfig(FromProxyConfig, proxyConfigVariable, []byte(v))
+	}
+	for _, name := range slices.Sorted(maps.Keys(env)) {
+		l.prefixed(name, env[name])
 	}
 	for i := range settings {
 		s := &settings[i]
@@ -42,16 +56,24 @@ func Load(src Sources) (*Config, error) {
 		}
 	}
 	l.flags(src.Flags)
-	l.check()
-	if len(l.errs) > 0 {
-		return nil, errors.Join(l.errs...)
-	}
-	return l.cfg, nil
 }
 
 type loader struct {
 	cfg  *Config
 	errs []error
+}
+
+// newLoader begins with the defaults.
+func newLoader() *loader {
+	l := &loader{cfg: &Config{origins: make(map[string]Origin, len(settings)), texts: make(map[string]string, len(settings))}}
+	for i := range settings {
+		s := &settings[i]
+		if err := s.bind(l.cfg).Set(s.def); err != nil {
+			l.errorf("default of %s: %s", s.key, err)
+		}
+		l.cfg.texts[s.key] = s.def
+	}
+	return l
 }
 
 func (l *loader) errorf(format string, args ...any) {
@@ -60,10 +82,10 @@ func (l *loader) errorf(format string, args ...any) {
 
 func (l *loader) set(s *setting, v string, o Origin, format string) {
 	if err := s.bind(l.cfg).Set(v); err != nil {
-		l.errorf(format, o.Name, v, err)
+		l.errorf(format, o.Name, s.shown(v), err)
 		return
 	}
-	l.cfg.origins[s.key] = o
+	l.cfg.origins[s.key], l.cfg.texts[s.key] = o, v
 }
 
 // serviceLink matches what Kubernetes puts into every pod of a namespace with a Service called ztun or ztun-something.
@@ -91,7 +113,7 @@ func (l *loader) environment(list []string) map[string]string {
 func (l *loader) flags(given map[string]string) {
 	for i := range settings {
 		s := &settings[i]
-		if v, ok := given[s.flag()]; ok {
+		if v, ok := given[s.flag()]; ok && s.flag() != "" {
 			l.set(s, v, Origin{FromFlag, "--" + s.flag()}, "invalid flag %s=%s (%s)")
 		}
 	}
@@ -104,15 +126,4 @@ func (l *loader) file(name string) {
 		return
 	}
 	l.parse(name, data)
-}
-
-// check looks at what several settings say together.
-func (l *loader) check() {
-	c := l.cfg
-	if c.LocalXDS != "" && c.LocalXDSPath != "" {
-		l.errorf("LOCAL_XDS (%s) and LOCAL_XDS_PATH (%s): only one may be set", c.Origin("localXds"), c.Origin("localXdsPath"))
-	}
-	if c.MaxInFlightPerPod > c.MaxInFlight && c.Origin("maxInFlightPerPod").Source != FromDefault {
-		l.errorf("ZTUN_MAX_IN_FLIGHT_PER_POD (%d) is above ZTUN_MAX_IN_FLIGHT (%d)", c.MaxInFlightPerPod, c.MaxInFlight)
-	}
 }

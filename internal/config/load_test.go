@@ -1,7 +1,10 @@
 package config
 
 import (
+	"encoding/json"
+	"errors"
 	"log/slog"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -11,6 +14,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 	"go.uber.org/goleak"
+
+	"ztun.dev/ztun/internal/telemetry"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -34,15 +39,50 @@ func mustLoad(t *testing.T, src Sources) *Config {
 	return c
 }
 
+// comparing is how configurations are compared.
+var comparing = []cmp.Option{
+	cmpopts.IgnoreUnexported(Config{}), cmp.AllowUnexported(Threads{}), cmpopts.EquateComparable(netip.AddrPort{}, netip.Addr{}, netip.Prefix{}),
+}
+
 func TestDefaults(t *testing.T) {
 	got := mustLoad(t, Sources{})
 	want := &Config{
+		EnableProxy:                true,
+		DNSCapture:                 true,
+		DNSProxyAddr:               netip.AddrPortFrom(netip.Addr{}, 15053),
+		InpodUDS:                   "/var/run/ztunnel/ztunnel.sock",
+		InpodPortReuse:             true,
+		IstioVersion:               "unknown",
+		XDSRootCA:                  "./var/run/secrets/istio/root-cert.pem",
+		CARootCA:                   "./var/run/secrets/istio/root-cert.pem",
+		AuthToken:                  "./var/run/secrets/tokens/istio-token",
+		SecretTTL:                  24 * time.Hour,
+		ReadyIgnorePending:         30 * time.Second,
+		RemovedPodGrace:            5 * time.Second,
+		AdminPort:                  15000,
+		StatsPort:                  15020,
+		LocalhostAppTunnel:         true,
+		EnableResponseBaggage:      true,
+		KeepaliveEnabled:           true,
+		UserTimeoutEnabled:         true,
+		HalfClosedTimeout:          time.Hour,
+		TerminationDeadline:        5 * time.Second,
+		BufferLimitBytes:           256 << 20,
+		XDSInitialVersionsBytes:    3584 << 10,
+		XDSOnDemandTimeout:         2 * time.Second,
+		XDSMaxMessageBytes:         2 << 30,
+		DNSResolvConf:              "/etc/resolv.conf",
+		DNSCacheEntries:            16384,
+		DNSCacheBytes:              32 << 20,
+		DNSStale:                   time.Hour,
+		DNSUDPBytes:                1232,
+		DNSTimeout:                 4500 * time.Millisecond,
 		ClusterID:                  "Kubernetes",
 		ClusterDomain:              "cluster.local",
 		TrustDomain:                "cluster.local",
 		IPv6Enabled:                true,
 		HandoverSocket:             "/var/run/ztunnel/ztun.sock",
-		LogFilter:                  LogFilter{Default: slog.LevelInfo},
+		LogFilter:                  telemetry.Filter{Default: slog.LevelInfo},
 		PoolMaxStreams:             100,
 		PoolUnusedRelease:          5 * time.Minute,
 		HTTP2StreamWindowBytes:     4 << 20,
@@ -57,7 +97,7 @@ func TestDefaults(t *testing.T) {
 		MaxInFlight:                8192,
 		MaxInFlightPerPod:          2048,
 	}
-	if diff := cmp.Diff(want, got, cmpopts.IgnoreUnexported(Config{}), cmp.AllowUnexported(Threads{})); diff != "" {
+	if diff := cmp.Diff(want, got, comparing...); diff != "" {
 		t.Errorf("defaults (-want +got):\n%s", diff)
 	}
 	for _, s := range Settings() {
@@ -118,49 +158,67 @@ func TestFileIsNamedByFlagOrVariable(t *testing.T) {
 // Every setting can be given in all three ways, and they mean the same.
 func TestEverySettingFromEverySource(t *testing.T) {
 	samples := map[string]string{
-		"string": "some", "domain": "mesh.example", "bool": "true", "duration": "90s", "number": "7", "size": "70KiB", "threads": "50%", "filter": "debug,access=info",
+		"string": "some", "domain": "mesh.example", "bool": "true", "duration": "90s", "number": "7", "size": "2070KiB", "threads": "50%", "filter": "debug,access=info",
+		"address": "127.0.0.1:53", "mark": "7", "workload": "shop/cart/default", "roots": "SYSTEM", "prefixes": "10.0.0.0/8", "cores": "3", "quantity": "2500m",
+		"labels": "revision", "words": "policy", "seconds": "30", "upstream": "10.0.0.1", "domains": "a.example,b.example",
+		"dnsUdpSize": "4096", // of one setting
 	}
-	opts := []cmp.Option{cmpopts.IgnoreUnexported(Config{}), cmpopts.IgnoreFields(Config{}, "File"), cmp.AllowUnexported(Threads{})}
+	opts := append([]cmp.Option{cmpopts.IgnoreFields(Config{}, "File", "Metadata")}, comparing...)
 	for _, s := range Settings() {
 		t.Run(s.Key, func(t *testing.T) {
-			v, ok := samples[s.Type]
-			if !ok {
-				t.Fatalf("no sample of type %q", s.Type)
+			v, ok := samples[s.Key]
+			if choices := strings.Split(s.Type, "|"); !ok && len(choices) > 1 {
+				v = choices[len(choices)-1]
+			} else if !ok {
+				if v, ok = samples[s.Type]; !ok {
+					t.Fatalf("no sample of type %q", s.Type)
+				}
 			}
 			if s.Meaning == "" {
 				t.Errorf("%s has no meaning", s.Key)
 			}
-			file := mustLoad(t, Sources{File: writeFile(t, s.Key+": "+v+"\n")})
-			env := mustLoad(t, Sources{Env: []string{s.Variable + "=" + v}})
-			flag := mustLoad(t, Sources{Flags: map[string]string{s.Flag: v}})
-			if diff := cmp.Diff(env, file, opts...); diff != "" {
-				t.Errorf("environment and file differ (-env +file):\n%s", diff)
+			sources := map[Source]Sources{FromFile: {File: writeFile(t, s.Key+": "+v+"\n")}}
+			if s.Variable != "" {
+				sources[FromEnvironment] = Sources{Env: []string{s.Variable + "=" + v}}
 			}
-			if diff := cmp.Diff(env, flag, opts...); diff != "" {
-				t.Errorf("environment and flag differ (-env +flag):\n%s", diff)
+			if s.Flag != "" {
+				sources[FromFlag] = Sources{Flags: map[string]string{s.Flag: v}}
 			}
-			if s.Default != v && s.Type != "string" && s.Type != "bool" {
-				if diff := cmp.Diff(mustLoad(t, Sources{}), env, opts...); diff == "" {
-					t.Errorf("%s=%s changes nothing", s.Variable, v)
+			file := loadUnchecked(t, sources[FromFile])
+			for from, src := range sources {
+				c := loadUnchecked(t, src)
+				if diff := cmp.Diff(file, c, opts...); diff != "" {
+					t.Errorf("file and %s differ (-file +%s):\n%s", from, from, diff)
+				}
+				if o := c.Origin(s.Key); o.Source != from {
+					t.Errorf("origin = %s, want %s", o, from)
 				}
 			}
-			for _, o := range []struct {
-				got  Origin
-				want Source
-			}{{file.Origin(s.Key), FromFile}, {env.Origin(s.Key), FromEnvironment}, {flag.Origin(s.Key), FromFlag}} {
-				if o.got.Source != o.want {
-					t.Errorf("origin = %s, want %s", o.got, o.want)
+			if s.Default != v && s.Type != "bool" && s.Key != "logFormat" {
+				if diff := cmp.Diff(loadUnchecked(t, Sources{}), file, opts...); diff == "" {
+					t.Errorf("%s: %s changes nothing", s.Key, v)
 				}
 			}
 		})
 	}
 }
 
+// loadUnchecked reads the sources, whatever their values mean together.
+func loadUnchecked(t *testing.T, src Sources) *Config {
+	t.Helper()
+	l := newLoader()
+	l.read(src)
+	if err := errors.Join(l.errs...); err != nil {
+		t.Fatalf("%+v: %v", src, err)
+	}
+	return l.cfg
+}
+
 func TestNamesAreUnique(t *testing.T) {
 	seen := make(map[string]bool)
 	for _, s := range Settings() {
 		for _, n := range []string{s.Variable, s.Key + ":", "--" + s.Flag} {
-			if seen[n] {
+			if seen[n] && n != "" && n != "--" {
 				t.Errorf("%s is there twice", n)
 			}
 			seen[n] = true
@@ -285,12 +343,185 @@ func TestVariablesThatAreNotOurs(t *testing.T) {
 	}
 }
 
+// The order of all sources: mesh file, file, PROXY_CONFIG, environment.
+func TestProxyConfig(t *testing.T) {
+	t.Chdir(t.TempDir())
+	for name, text := range map[string]string{
+		"mesh": `
+trustDomain: somewhere.else
+defaultConfig:
+  statsPort: 1
+  proxyAdminPort: 1
+  concurrency: 3
+  drainDuration: 45s
+  proxyMetadata:
+    DNS_CAPTURE: "false"
+    ISTIO_META_ISTIO_VERSION: mesh
+    CLUSTER_ID: mesh
+    OTHER: kept
+`,
+		"node.yaml": "proxyAdminPort: 2\nstatsPort: 2\n",
+	} {
+		if err := os.WriteFile(name, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c := mustLoad(t, Sources{Mesh: "mesh", File: "node.yaml", Env: []string{
+		`PROXY_CONFIG={"statsPort": 3, "proxyMetadata": {"CLUSTER_ID": "proxy", "ISTIO_META_ISTIO_VERSION": "proxy"}}`,
+		"ISTIO_META_ISTIO_VERSION=1.30.0", "ISTIO_METAJSON_LABELS={\"a\":1}", "ISTIO_META_EXTRA=x", "XDS_HEADER_x-token=secret", "CA_HEADER_b=c",
+	}})
+	type result struct{ Value, Origin string }
+	got := make(map[string]result)
+	for _, e := range c.Entries() {
+		if e.Origin.Source != FromDefault {
+			got[e.Name()] = result{e.Value, e.Origin.String()}
+		}
+	}
+	want := map[string]result{
+		"proxyAdminPort":           {"2", "file node.yaml:1"},
+		"statsPort":                {"3", "PROXY_CONFIG statsPort"},
+		"ZTUNNEL_WORKER_THREADS":   {"3", "mesh file mesh:6"},
+		"ISTIO_META_DNS_CAPTURE":   {"false", "mesh file mesh:9"},
+		"CLUSTER_ID":               {"proxy", "PROXY_CONFIG proxyMetadata.CLUSTER_ID"},
+		"ISTIO_META_ISTIO_VERSION": {"1.30.0", "environment ISTIO_META_ISTIO_VERSION"},
+		"XDS_HEADER_x-token":       {"***", "environment XDS_HEADER_x-token"},
+		"CA_HEADER_b":              {"***", "environment CA_HEADER_b"},
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+	meta := map[string]string{"DNS_CAPTURE": "false", "CLUSTER_ID": "proxy", "ISTIO_VERSION": "1.30.0", "OTHER": "kept", "EXTRA": "x"}
+	if diff := cmp.Diff(meta, c.Metadata); diff != "" {
+		t.Errorf("metadata (-want +got):\n%s", diff)
+	}
+	if diff := cmp.Diff(map[string]json.RawMessage{"LABELS": json.RawMessage(`{"a":1}`)}, c.MetadataJSON); diff != "" {
+		t.Errorf("JSON metadata (-want +got):\n%s", diff)
+	}
+	if c.XDSHeaders["x-token"] != "secret" || c.CAHeaders["b"] != "c" {
+		t.Errorf("headers: %v, %v", c.XDSHeaders, c.CAHeaders)
+	}
+}
+
+func TestProxyConfigErrors(t *testing.T) {
+	t.Chdir(t.TempDir())
+	if err := os.WriteFile("mesh", []byte("defaultConfig:\n  statsPort: none\n  proxyMetadata: [a]\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, err := Load(Sources{Mesh: "mesh", Env: []string{"PROXY_CONFIG=concurrency: many", "ISTIO_METAJSON_X={"}})
+	want := []string{
+		`config: mesh:2: defaultConfig.statsPort: want a number from 1 to 65535, have "none"`,
+		`config: mesh:3: defaultConfig.proxyMetadata: want a mapping, have a list`,
+		`config: PROXY_CONFIG:1: concurrency: want auto, a number of threads (0 = one per core) or a share of the cores from 1% to 100%, have "many"`,
+		`config: invalid env var ISTIO_METAJSON_X (want JSON)`,
+	}
+	if err == nil {
+		t.Fatal("no error")
+	}
+	if diff := cmp.Diff(want, strings.Split(err.Error(), "\n")); diff != "" {
+		t.Errorf("errors (-want +got):\n%s", diff)
+	}
+	mustLoad(t, Sources{Mesh: "nowhere"})
+	mustLoad(t, Sources{Env: []string{"PROXY_CONFIG=", "ISTIO_META_="}})
+	if _, err := Load(Sources{Env: []string{"PROXY_CONFIG=a: [", "AUTH_TOKEN=x"}}); err == nil || !strings.Contains(err.Error(), "PROXY_CONFIG:") {
+		t.Errorf("PROXY_CONFIG that is no YAML: %v", err)
+	}
+}
+
+// What cannot be done yet and must not be taken for done is refused; so is what excludes itself.
+func TestCheck(t *testing.T) {
+	for _, tt := range []struct{ env, want string }{
+		{"XDS_ADDRESS=https://istiod:15012", "XDS_ADDRESS (environment XDS_ADDRESS): xDS is not built yet: set LOCAL_XDS_PATH"},
+		{`PROXY_CONFIG={"discoveryAddress":"istiod:15012"}`, "XDS_ADDRESS (PROXY_CONFIG discoveryAddress): xDS is not built yet"},
+		{"CA_ADDRESS=https://istiod:15012", "set FAKE_CA=true"},
+		{"CRL_PATH=/crl.pem", "CRL_PATH (environment CRL_PATH): revocation is not built yet"},
+		{"COMPLIANCE_POLICY=pqc", "pqc is not built yet"},
+		{"ZTUN_FAIL_MODE=open", "ZTUN_FAIL_MODE=open (environment ZTUN_FAIL_MODE): on a node"},
+		{"PROXY_MODE=dedicated", "dedicated mode is not built yet"},
+		{"PROXY_MODE=dedicated", "needs PROXY_WORKLOAD_INFO"},
+		{"ENABLE_PROXY=false", "DNS alone is not built yet"},
+		{"ENABLE_PROXY=false ISTIO_META_DNS_CAPTURE=false", "nothing is left to do"},
+		{"XDS_ON_DEMAND=true", "needs DNS off"},
+		{"PROXY_CONFIG=statsPort: 15000", "are both 15000"},
+	} {
+		env := []string{tt.env}
+		if !strings.HasPrefix(tt.env, "PROXY_CONFIG") {
+			env = strings.Fields(tt.env)
+		}
+		if _, err := Load(Sources{Env: env}); err == nil || !strings.Contains(err.Error(), tt.want) {
+			t.Errorf("%s: error %v, want %q", tt.env, err, tt.want)
+		}
+	}
+	mustLoad(t, Sources{Env: []string{"XDS_ADDRESS=", "CA_ADDRESS=https://istiod:15012", "FAKE_CA=true", "COMPLIANCE_POLICY=other"}})
+}
+
+func TestTerminationDeadline(t *testing.T) {
+	for _, tt := range []struct {
+		env  string
+		want time.Duration
+	}{
+		{"", 5 * time.Second},
+		{"TERMINATION_GRACE_PERIOD_SECONDS=30", 25 * time.Second},
+		{"TERMINATION_GRACE_PERIOD_SECONDS=11", 6 * time.Second},
+		{"TERMINATION_GRACE_PERIOD_SECONDS=10", 9 * time.Second},
+		{"TERMINATION_GRACE_PERIOD_SECONDS=1", time.Second},
+		{"TERMINATION_GRACE_PERIOD_SECONDS=0", time.Second},
+		{"TERMINATION_GRACE_PERIOD_SECONDS=30 CONNECTION_TERMINATION_DEADLINE=7s", 7 * time.Second},
+	} {
+		c := mustLoad(t, Sources{Env: strings.Fields(tt.env)})
+		if c.TerminationDeadline != tt.want {
+			t.Errorf("%s: %s, want %s", tt.env, c.TerminationDeadline, tt.want)
+		}
+	}
+}
+
+func TestSecretsAreNotShown(t *testing.T) {
+	c := mustLoad(t, Sources{Env: []string{"AUTH_TOKEN=eyJhbGciOi"}})
+	for _, e := range c.Entries() {
+		if strings.Contains(e.Value, "eyJ") || e.Secret && e.Flag != "" {
+			t.Errorf("%s: value %q, flag %q", e.Name(), e.Value, e.Flag)
+		}
+	}
+	if c.AuthToken != "eyJhbGciOi" {
+		t.Errorf("token = %q", c.AuthToken)
+	}
+}
+
+func TestIgnored(t *testing.T) {
+	c := mustLoad(t, Sources{Env: []string{"INPOD_UDS=/x", "NODE_NAME=a", "INPOD_PORT_REUSE=true", "XDS_HEADER_a=b"}})
+	if diff := cmp.Diff([]string{"INPOD_UDS", "XDS_HEADER_a"}, c.Ignored()); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+}
+
+func FuzzProxyConfig(f *testing.F) {
+	f.Add("concurrency: 2\nproxyMetadata: {A: b}\n", true)
+	f.Add("defaultConfig: {discoveryAddress: x, proxyMetadata: {ISTIO_META_DNS_CAPTURE: 'true'}}\n", false)
+	f.Add("defaultConfig: &a [*a]\n", false)
+	f.Fuzz(func(t *testing.T, text string, variable bool) {
+		l, from := newLoader(), FromMesh
+		if variable {
+			from = FromProxyConfig
+		}
+		l.proxyConfig(from, "fuzz", []byte(text))
+		for _, err := range l.errs {
+			if !strings.HasPrefix(err.Error(), "config: fuzz:") {
+				t.Errorf("%q: error %q does not name the source", text, err)
+			}
+		}
+		for _, s := range Settings() {
+			if o := l.cfg.Origin(s.Key).Source; o != FromDefault && o != from {
+				t.Errorf("%q: %s is from %s", text, s.Key, o)
+			}
+		}
+	})
+}
+
 func FuzzFile(f *testing.F) {
 	f.Add("network: a\npods:\n- {netns: /run/netns/a, name: a, namespace: b}\n")
 	f.Add("a: &a [*a]\n")
 	f.Add("pods: &p\n- *p\n")
 	f.Fuzz(func(t *testing.T, text string) {
-		l := &loader{cfg: &Config{origins: make(map[string]Origin)}}
+		l := newLoader()
 		l.parse("fuzz", []byte(text))
 		for _, err := range l.errs {
 			if !strings.HasPrefix(err.Error(), "config: fuzz:") {

@@ -8,13 +8,15 @@ type Source uint8
 // The sources.
 const (
 	FromDefault Source = iota
+	FromMesh
 	FromFile
+	FromProxyConfig
 	FromEnvironment
 	FromFlag
 )
 
 func (s Source) String() string {
-	return [...]string{"default", "file", "environment", "flag"}[s]
+	return [...]string{"default", "mesh file", "file", proxyConfigVariable, "environment", "flag"}[s]
 }
 
 // An Origin is where a value came from.
@@ -24,7 +26,7 @@ type Origin struct {
 }
 
 func (o Origin) String() string {
-	if o.Source == FromDefault {
+	if o.Name == "" {
 		return o.Source.String()
 	}
 	return fmt.Sprintf("%s %s", o.Source, o.Name)

@@ -7,6 +7,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"ztun.dev/ztun/internal/telemetry"
 )
 
 // A value reads itself from text. Errors say what is wanted; the caller adds what was given and where.
@@ -130,3 +132,69 @@ func (v sizeValue) Set(s string) error {
 }
 
 func (sizeValue) kind() string { return "size" }
+
+// A lenientBool is true only for the word true in any case, as in ztunnel.
+type lenientBool bool
+
+func (v *lenientBool) Set(s string) error {
+	*v = lenientBool(strings.EqualFold(s, "true"))
+	return nil
+}
+
+func (*lenientBool) kind() string { return "bool" }
+
+func boolean(p *bool) *boolValue { return (*boolValue)(p) }
+
+// size64 is a size that may be above 4 GiB.
+func size64(p *uint64, low, high uint64) sizeValue {
+	return sizeValue{intValue{low, high, func(n uint64) { *p = n }}}
+}
+
+// A secondsValue is a whole number of seconds; an empty one is 0.
+type secondsValue struct{ p *uint32 }
+
+func (v secondsValue) Set(s string) error {
+	if s == "" {
+		*v.p = 0
+		return nil
+	}
+	return uint32In(v.p, 0, math.MaxInt32).Set(s)
+}
+
+func (secondsValue) kind() string { return "seconds" }
+
+// A rootsValue is a path, PEM text or the word SYSTEM. What is meant to be PEM has to look like it: a mistyped path would else be a store
+// without roots.
+type rootsValue string
+
+func (v *rootsValue) Set(s string) error {
+	if strings.Contains(s, "-----") && !strings.Contains(s, "-----BEGIN CERTIFICATE-----") {
+		return errors.New("want a path, SYSTEM, or certificates as PEM")
+	}
+	if s == "" {
+		return errors.New("want a path, SYSTEM, or certificates as PEM; nothing would be trusted")
+	}
+	*v = rootsValue(s)
+	return nil
+}
+
+func (*rootsValue) kind() string { return "roots" }
+
+// A formatValue takes any text: what is not json is plain, as in ztunnel.
+type formatValue telemetry.Format
+
+func (v *formatValue) Set(s string) error {
+	*v = formatValue(telemetry.Plain)
+	if s == "json" {
+		*v = formatValue(telemetry.JSON)
+	}
+	return nil
+}
+
+func (*formatValue) kind() string { return "string" }
+
+type filterValue telemetry.Filter
+
+func (v *filterValue) Set(s string) error { return (*telemetry.Filter)(v).Set(s) }
+
+func (*filterValue) kind() string { return "filter" }

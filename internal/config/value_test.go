@@ -1,11 +1,6 @@
 package config
 
-import (
-	"log/slog"
-	"testing"
-
-	"github.com/google/go-cmp/cmp"
-)
+import "testing"
 
 func TestValues(t *testing.T) {
 	var c Config
@@ -32,6 +27,20 @@ func TestValues(t *testing.T) {
 		{"keepaliveRetries", []string{"1", "127"}, []string{"0", "128"}},
 		{"workerThreads", []string{"auto", "0", "4", "1%", "100%"}, []string{"", "0%", "101%", "-1", "4.5", "%"}},
 		{"rustLog", []string{"info", "OFF", "info,access=debug", "access=trace, info", "a::b=warn"}, []string{"", "inof", "info,", "info,access", "=info", "a=b=c", "info,[span]=debug"}},
+		{"proxyMode", []string{"shared", "dedicated"}, []string{"", "Shared", "sidecar"}},
+		{"dnsCapture", []string{"true", "TRUE", "", "no"}, nil},
+		{"dnsProxyAddr", []string{"localhost:53", "127.0.0.1:15053", "[::1]:15053"}, []string{"", "localhost", "localhost:0", "localhost:x", "127.0.0.1", ":53", "host:53"}},
+		{"packetMark", []string{"", "0", "1337", "4294967295"}, []string{"0x539", "-1", "4294967296"}},
+		{"proxyWorkloadInfo", []string{"", "shop/cart/sa"}, []string{"shop/cart", "shop//sa", "//", "a/b/"}},
+		{"hostCapture", []string{"mesh", "10.0.0.0/8", "10.0.0.0/8, fd00::/8"}, []string{"", "10.0.0.1/8", "10.0.0.0", "mesh,10.0.0.0/8"}},
+		{"dnsUpstream", []string{"original", "resolvconf", "10.0.0.1", "10.0.0.1,fd00::1"}, []string{"", "dns", "10.0.0.1:53", "original,10.0.0.1"}},
+		{"dnsSearch", []string{"", "corp.example", "a.example, b.example"}, []string{",", "a..b"}},
+		{"accessLogFields", []string{"", "policy", "policy,trace_id"}, []string{"polic", "policy,"}},
+		{"metricsDropLabels", []string{"", "revision", "source_principal,zone"}, []string{"reporter", "response_flags", "x", "revision,"}},
+		{"resourceCpuLimit", []string{"", "2", "1.5", "500m", "0.1"}, []string{"0", "0m", "-1", "x", "1e3", "NaN", "Inf", "0x1p4", "1k"}},
+		{"cpuLimit", []string{"", "2"}, []string{"0", "1.5", "500m"}},
+		{"xdsRootCa", []string{"SYSTEM", "/root.pem", "-----BEGIN CERTIFICATE-----"}, []string{"", "-----BEGIN PRIVATE KEY-----"}},
+		{"bufferLimit", []string{"1MiB", "8192MiB"}, []string{"0", "1023KiB"}},
 		{"clusterDomain", []string{"cluster.local", "Cluster.Local.", "x"}, []string{"", ".", "a..b", ".a"}},
 	} {
 		for _, s := range tt.good {
@@ -80,25 +89,33 @@ func TestThreads(t *testing.T) {
 	}
 }
 
-func TestLogFilter(t *testing.T) {
-	var f LogFilter
-	if err := f.Set("warn,access=debug,proxy=off,proxy::outbound=trace"); err != nil {
-		t.Fatal(err)
-	}
-	got := make(map[string]slog.Level)
-	for _, target := range []string{"access", "proxy", "proxy::inbound", "proxy::outbound", "dns"} {
-		got[target] = f.Level(target)
-	}
-	want := map[string]slog.Level{
-		"access": slog.LevelDebug, "proxy": LevelOff, "proxy::inbound": LevelOff, "proxy::outbound": LevelTrace, "dns": slog.LevelWarn,
-	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("levels (-want +got):\n%s", diff)
-	}
-	if s := f.String(); s != "warn,access=debug,proxy=off,proxy::outbound=trace" {
-		t.Errorf("String() = %q", s)
-	}
-	if err := f.Set("access=debug"); err != nil || f.Default != slog.LevelError {
-		t.Errorf("without a default: %v, level %s, want error", err, f.Default)
+func TestThreadsOfAContainer(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		env  []string
+		want int // of 16 cores
+	}{
+		{"limit", []string{"ZTUNNEL_RESOURCE_CPU_LIMIT=3500m"}, 4},
+		{"small limit", []string{"ZTUNNEL_RESOURCE_CPU_LIMIT=500m"}, 1},
+		{"limit and request", []string{"ZTUNNEL_RESOURCE_CPU_LIMIT=2", "ZTUNNEL_RESOURCE_CPU_REQUEST=3"}, 3},
+		{"request", []string{"ZTUNNEL_RESOURCE_CPU_REQUEST=5500m"}, 6},
+		{"small request", []string{"ZTUNNEL_RESOURCE_CPU_REQUEST=200m"}, 4},
+		{"plain limit", []string{"ZTUNNEL_CPU_LIMIT=4"}, 2},
+		{"both limits", []string{"ZTUNNEL_CPU_LIMIT=4", "ZTUNNEL_RESOURCE_CPU_LIMIT=6"}, 6},
+		{"share of the limit", []string{"ZTUNNEL_RESOURCE_CPU_LIMIT=6", "ZTUNNEL_WORKER_THREADS=50%"}, 3},
+		{"all of the limit", []string{"ZTUNNEL_CPU_LIMIT=5", "ZTUNNEL_WORKER_THREADS=0"}, 5},
+		{"a number", []string{"ZTUNNEL_RESOURCE_CPU_LIMIT=2", "ZTUNNEL_WORKER_THREADS=7"}, 7},
+		{"concurrency", []string{`PROXY_CONFIG={"concurrency":3}`}, 3},
+		{"no concurrency", []string{`PROXY_CONFIG={"concurrency":0}`}, 16},
+		{"variable before concurrency", []string{`PROXY_CONFIG={"concurrency":3}`, "ZTUNNEL_WORKER_THREADS=2"}, 2},
+	} {
+		c, err := Load(Sources{Env: tt.env})
+		if err != nil {
+			t.Errorf("%s: %v", tt.name, err)
+			continue
+		}
+		if got := c.WorkerThreads.Count(16); got != tt.want {
+			t.Errorf("%s: %d threads, want %d", tt.name, got, tt.want)
+		}
 	}
 }

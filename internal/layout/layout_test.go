@@ -32,7 +32,6 @@ type row struct {
 var table = []row{
 	{"tun", "layer-3 devices and what leads packets to them", nil},
 	{"internal/loop", "event loops: which task moves bytes next, and on which thread", nil},
-	{"internal/config", "one typed configuration of all sources", nil},
 	{"internal/workload", "the mesh as this node sees it", nil},
 	{"internal/ca", "a small certificate authority in files", nil},
 	{"internal/lab", "whole networks of namespaces to try things on", nil},
@@ -42,15 +41,18 @@ var table = []row{
 	{"internal/underlay", "kernel sockets in a chosen network namespace", []string{"tun", "stack", "loop"}},
 	{"internal/identity", "certificates for identities", []string{"workload"}},
 	{"internal/authz", "policy evaluated on facts of a connection", []string{"workload"}},
-	{"internal/telemetry", "connection records, the access log", []string{"workload"}},
+	{"internal/telemetry", "connection records, their metrics, the access log and the logger", []string{"workload"}},
+	{"internal/config", "one typed configuration of all sources", []string{"telemetry"}}, // filters, formats and labels are read by who uses them
 	{"internal/hbone", "HTTP/2 CONNECT over mTLS", []string{"workload", "loop"}},
 	{"dnsproxy", "names of the mesh answered, others forwarded", []string{"workload", "telemetry"}},
+	{"internal/admin", "HTTP for people and probes: state, metrics, readiness, log levels", []string{"workload", "telemetry"}},
 	{"proxy", "decides what happens to a flow and moves its bytes", []string{"stack", "loop", "hbone", "authz", "workload", "telemetry"}},
 	{"internal/node", "the composition root", []string{
 		"tun", "stack", "proxy", "dnsproxy", "loop", "config", "workload", "ca", "underlay", "identity", "authz", "telemetry", "hbone",
+		"admin",
 	}},
 	{"internal/demo", "the demonstration of the README", []string{"lab", "node", "ca", "config"}},
-	{"cmd/ztun", "the command line", []string{"config", "node", "workload", "demo", "ca"}},
+	{"cmd/ztun", "the command line", []string{"config", "node", "admin", "workload", "demo", "ca"}},
 }
 
 // outside lists packages that may use any module: they are for trials and tests.

@@ -18,11 +18,15 @@ type lineWriter struct {
 	b    []byte
 	json bool
 	any  bool // a field was written
+	open bool // JSON: no key yet in this object
 }
 
 func (w *lineWriter) key(k string) {
 	if w.json {
-		w.b = append(w.b, ',')
+		if !w.open {
+			w.b = append(w.b, ',')
+		}
+		w.open = false
 		w.b = appendJSON(w.b, k)
 		w.b = append(w.b, ':')
 		return
@@ -104,18 +108,9 @@ func appendQuoted(b []byte, s string) []byte {
 func (r *Recorder) line(c *Conn, level, message string, err error, ended bool) []byte {
 	now := r.cfg.Now()
 	w := &lineWriter{b: make([]byte, 0, 512), json: r.cfg.JSON}
-	if w.json {
-		w.b = append(w.b, `{"level":`...)
-		w.b = appendJSON(w.b, level)
-		w.b = append(w.b, `,"time":"`...)
-		w.b = now.UTC().AppendFormat(w.b, timeLayout)
-		w.b = append(w.b, `","scope":"access","message":`...)
-		w.b = appendJSON(w.b, message)
-	} else {
-		w.b = now.UTC().AppendFormat(w.b, timeLayout)
+	w.begin(level, now, AccessTarget, message)
+	if !w.json {
 		w.b = append(w.b, '\t')
-		w.b = append(append(w.b, level...), "\taccess\t"...)
-		w.b = append(append(w.b, message...), '\t')
 	}
 	w.addr("src.addr", c.Src)
 	if c.EarlyFailure {
