@@ -490,11 +490,21 @@ func (r *request) Reset() {
 	}
 }
 
+// icmpAge is how old a SYN is at least when an ICMP error answers it. While connect(2) still holds the socket, the kernel only
+// notes such an error and goes on until its next retransmission (tcp_v4_err, tcp_v6_err): seen as a delay of 1 s.
+const icmpAge = time.Millisecond
+
 // Unreachable implements TCPRequest.
 func (r *request) Unreachable(cause Cause) {
-	if r.take() {
-		r.t.s.write(unreachableFor(r.syn, cause))
+	if !r.take() {
+		return
 	}
+	s, answer := r.t.s, unreachableFor(r.syn, cause)
+	if age := maxAttempt - r.deadline.Sub(s.cfg.Group.Now()); age < icmpAge {
+		s.cfg.Group.After(icmpAge-age, func() { s.write(answer) })
+		return
+	}
+	s.write(answer)
 }
 
 // Drop implements TCPRequest.

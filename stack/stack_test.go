@@ -154,6 +154,7 @@ func (r *rig) received() [][]byte {
 func (r *rig) one() []byte {
 	r.Helper()
 	var all [][]byte
+	r.m.Advance(icmpAge)
 	r.until("a packet arrives", func() bool {
 		all = append(all, r.received()...)
 		return len(all) > 0
