@@ -83,3 +83,9 @@ func (k *Kernel) Drops() Drops { return Drops{} }
 
 // Unenrol returns an error.
 func (k *Kernel) Unenrol(context.Context) error { return errLinux }
+
+// Redirected returns an error.
+func Redirected(*Netns) (string, error) { return "", errLinux }
+
+// Addresses returns an error.
+func Addresses(*Netns) ([]netip.Addr, error) { return nil, errLinux }
