@@ -14,10 +14,10 @@ import (
 	"io/fs"
 	"log/slog"
 	"math/rand/v2"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"runtime"
-	"syscall"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -202,9 +202,6 @@ func sameNetns(a, b *tun.Netns) bool {
 	return aDev == bDev && aIno == bIno
 }
 
-// errNoIPv6 is what a listener on an IPv6 address meets where the kernel has no IPv6.
-const errNoIPv6 = syscall.EAFNOSUPPORT
-
 // drainTime is how long streams may go on after the end has been asked for (ztunnel's default).
 const drainTime = 5 * time.Second
 
@@ -217,34 +214,32 @@ func (n *Node) run(ctx context.Context) error {
 	g.Go(func() error { return n.records.Run(background) })
 	defer stop()
 
-	err := n.start(ctx)
-	serving, stopReading := context.WithCancel(background)
-	defer stopReading()
-	readers, readersCtx := errgroup.WithContext(serving)
+	serving, stopServing := context.WithCancel(background)
+	defer stopServing()
+	readers, failed := errgroup.WithContext(serving)
+	err := n.start(ctx, func(p *pod) { readers.Go(func() error { return p.run(failed) }) })
 	if err == nil {
 		n.log.Info("ready", "pods", len(n.pods), "workers", n.workers, "state", len(n.store.Snapshot().State().Workloads))
-		for _, p := range n.pods {
-			readers.Go(func() error { return p.run(readersCtx) })
-		}
 		select {
 		case <-ctx.Done():
 			n.log.Info("ending", "cause", context.Cause(ctx).Error())
-		case <-readersCtx.Done(): // a device failed
+		case <-failed.Done(): // a device failed
 		}
 	}
-	err = errors.Join(err, n.end(background, stopReading, readers))
+	err = errors.Join(err, n.end(background, stopServing, readers))
 	stop()
 	return errors.Join(err, g.Wait())
 }
 
-// start captures one pod after the other; if one fails, the others are given back.
-func (n *Node) start(ctx context.Context) error {
+// start captures one pod after the other and serves each at once. If one fails, the others are given back by end.
+func (n *Node) start(ctx context.Context, serve func(*pod)) error {
 	for _, spec := range n.specs {
 		p, err := n.startPod(ctx, spec)
 		if err != nil {
 			return fmt.Errorf("pod %s: %w", spec.String(), err)
 		}
 		n.pods = append(n.pods, p)
+		serve(p)
 	}
 	return nil
 }
@@ -253,14 +248,14 @@ func (n *Node) start(ctx context.Context) error {
 var errDrained = errors.New("connection closed due to connection drain")
 
 // end lets open connections finish for a while, cuts the rest, and gives the pods back.
-func (n *Node) end(ctx context.Context, stopReading func(), readers *errgroup.Group) error {
+func (n *Node) end(ctx context.Context, stopServing func(), readers *errgroup.Group) error {
 	for _, p := range n.pods {
 		p.drain(ctx)
 	}
 	n.awaitIdle(drainTime)
 	n.records.Each(func(c *telemetry.Conn) { c.Close(errDrained) })
 	n.awaitIdle(time.Second)
-	stopReading()
+	stopServing()
 	err := readers.Wait()
 	ctx, cancel := context.WithTimeout(ctx, undoTime)
 	defer cancel()
@@ -291,7 +286,7 @@ func (n *Node) serverTLS(self func() workload.Identity) func(context.Context) (*
 func (n *Node) newDNS(u *underlay.Underlay) (*dnsproxy.Server, error) {
 	return dnsproxy.New(dnsproxy.Config{
 		Store: &n.store, Network: n.cfg.Network, ClusterDomain: n.cfg.ClusterDomain, PreferredNamespace: n.cfg.PreferredServiceNamespace,
-		Upstream: resolver{u}, Now: time.Now, Rand: n.rand, Log: n.log, NoIPv6: !n.cfg.IPv6Enabled,
+		Upstream: resolver{u, func() []netip.AddrPort { return nameservers("/etc/resolv.conf") }}, Now: time.Now, Rand: n.rand, Log: n.log, NoIPv6: !n.cfg.IPv6Enabled,
 	})
 }
 

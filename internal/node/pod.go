@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"ztun.dev/ztun/internal/config"
 	"ztun.dev/ztun/internal/hbone"
 	"ztun.dev/ztun/internal/loop"
 	"ztun.dev/ztun/internal/underlay"
@@ -30,14 +31,12 @@ type podSpec struct {
 
 func (s *podSpec) String() string { return s.client.String() }
 
-// A pod is the pipeline of one pod: device, stack, proxy, and both ends of HBONE.
+// A pod is the pipeline of one pod: what captures it, the proxy, and both ends of HBONE.
 type pod struct {
 	spec     podSpec
+	choice   choice
 	log      *slog.Logger
-	group    *loop.Group
-	device   *tun.Kernel
-	stack    *stack.Stack
-	icmp     *underlay.ICMPRelay
+	backend  backend
 	listener *underlay.Listener
 	server   *hbone.Server
 	pool     *hbone.Pool
@@ -46,56 +45,67 @@ type pod struct {
 // startPod builds the pipeline and captures the pod's traffic: the last step, and the first that the pod could notice. If it
 // fails nothing is left.
 func (n *Node) startPod(ctx context.Context, spec podSpec) (_ *pod, err error) {
-	p := &pod{spec: spec, group: n.group, log: n.log.With("pod", spec.client.String())}
-	defer func() {
-		if err != nil {
-			p.abandon(ctx)
-		}
-	}()
+	p := &pod{spec: spec, log: n.log.With("pod", spec.client.String())}
+	if p.choice, err = n.choose(&spec); err != nil {
+		return nil, err
+	}
+	p.log = p.log.With("capture", p.choice.capture.String())
+	marks := n.marks
+	if p.choice.capture == config.CaptureRedirect {
+		marks = redirectMarks()
+	}
 	u, err := underlay.New(underlay.Config{
-		Netns: spec.netns, Group: n.group, Marks: n.marks, Rand: n.rand, Log: p.log,
+		Netns: spec.netns, Group: n.group, Marks: marks, Rand: n.rand, Log: p.log,
 		KeepaliveTime: n.cfg.KeepaliveTime, KeepaliveInterval: n.cfg.KeepaliveInterval, KeepaliveRetries: int(n.cfg.KeepaliveRetries),
 	})
 	if err != nil {
 		return nil, err
 	}
-	any6 := netip.AddrPortFrom(netip.IPv6Unspecified(), hbone.Port)
-	if p.listener, err = u.Listen(any6); errors.Is(err, errNoIPv6) {
-		p.listener, err = u.Listen(netip.AddrPortFrom(netip.IPv4Unspecified(), hbone.Port))
+	if p.listener, err = listenHBONE(u, &spec); err != nil {
+		return nil, err
 	}
-	if errors.Is(err, syscall.EADDRINUSE) { // a ztun that holds the port holds the device too, by which it can be named
-		err = cmp.Or(tun.InUse(spec.netns, tun.DefaultName), err)
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, p.abandon(ctx))
+		}
+	}()
+	handle := func(addrs []netip.Addr) (stack.Handler, error) { return p.assemble(n, u, addrs) }
+	if p.choice.capture == config.CaptureRedirect {
+		p.backend, err = asBackend(n.openRedirect(&spec, u, p.log, handle))
+	} else {
+		p.backend, err = asBackend(n.openTUN(ctx, &spec, u, p.log, handle))
 	}
 	if err != nil {
-		return nil, err
-	}
-	device, err := tun.Open(ctx, tun.Config{
-		Netns: spec.netns, UID: spec.uid, Generation: n.generation, Marks: n.marks, StateDir: n.stateDir, Log: p.log, NoIPv6: !n.cfg.IPv6Enabled,
-		FailOpenRoute: n.failOpenRoute,
-	})
-	if err != nil {
-		return nil, err
-	}
-	p.device = device
-	if err := p.assemble(n, u); err != nil {
-		return nil, err
-	}
-	if p.icmp, err = u.ListenICMP(device.HasIPv6()); err != nil {
-		return nil, err
-	}
-	if err := p.icmp.Start(p.stack.Inject); err != nil {
 		return nil, err
 	}
 	if err := p.listener.Start(p.server.Serve); err != nil {
 		return nil, err
 	}
-	p.log.Info("listener established", "address", p.listener.Addr().String(), "component", "inbound", "netns", spec.netns.String())
-	p.log.Info("pod served", "device", tun.DefaultName, "addresses", device.Addrs(), "ingress_mark", device.MarkedBy())
+	p.log.Info("listener established", "address", p.listener.Addr().String(), "component", "inbound", "netns", spec.netns.String(), "reason", p.choice.reason)
 	return p, nil
 }
 
-// assemble builds everything above the device.
-func (p *pod) assemble(n *Node, u *underlay.Underlay) (err error) {
+// asBackend keeps a nil pointer from becoming a backend that is not nil.
+func asBackend[B backend](b B, err error) (backend, error) {
+	if err != nil {
+		return nil, err
+	}
+	return b, nil
+}
+
+func listenHBONE(u *underlay.Underlay, spec *podSpec) (*underlay.Listener, error) {
+	l, err := u.Listen(netip.AddrPortFrom(netip.IPv6Unspecified(), hbone.Port))
+	if errors.Is(err, syscall.EAFNOSUPPORT) { // a kernel without IPv6
+		l, err = u.Listen(netip.AddrPortFrom(netip.IPv4Unspecified(), hbone.Port))
+	}
+	if errors.Is(err, syscall.EADDRINUSE) { // a ztun that holds the port holds the device too, by which it can be named
+		err = cmp.Or(tun.InUse(spec.netns, tun.DefaultName), err)
+	}
+	return l, err
+}
+
+// assemble builds the proxy and both ends of HBONE, for a pod with these addresses.
+func (p *pod) assemble(n *Node, u *underlay.Underlay, addrs []netip.Addr) (_ *proxy.Proxy, err error) {
 	self := func() workload.Identity {
 		c := &p.spec.client
 		if w := n.store.Snapshot().Local(c); w != nil {
@@ -110,31 +120,23 @@ func (p *pod) assemble(n *Node, u *underlay.Underlay) (err error) {
 		ConnectTimeout: n.cfg.ConnectTimeout, HandshakeTimeout: n.cfg.HandshakeTimeout, ResponseTimeout: n.cfg.ResponseTimeout,
 	})
 	if err != nil {
-		return err
+		return nil, err
 	}
 	dns, err := n.newDNS(u)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	px, err := proxy.New(proxy.Config{
-		Client: &p.spec.client, Addrs: p.device.Addrs(), Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: p.pool, DNS: dns,
+		Client: &p.spec.client, Addrs: addrs, Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: p.pool, DNS: dns,
 		Records: n.records, Group: n.group, Rand: n.rand, Log: p.log, ConnectTimeout: n.cfg.ConnectTimeout,
 	})
 	if err != nil {
-		return err
+		return nil, err
 	}
 	p.server, err = hbone.NewServer(hbone.ServerConfig{
 		Group: n.group, TLS: n.serverTLS(self), Handler: px, Log: p.log, HandshakeTimeout: n.cfg.HandshakeTimeout, Settings: settings,
 	})
-	if err != nil {
-		return err
-	}
-	p.stack, err = stack.New(stack.Config{
-		Device: p.device, Group: n.group, Handler: px, Log: p.log, Limits: n.limits, MaxInFlight: int(n.cfg.MaxInFlightPerPod),
-		KeepaliveTime: n.cfg.KeepaliveTime, KeepaliveInterval: n.cfg.KeepaliveInterval, KeepaliveRetries: int(n.cfg.KeepaliveRetries),
-		UserTimeout: -1, // it would cut an application that stops reading for a while
-	})
-	return err
+	return px, err
 }
 
 // peers dials the tunnels of a pod.
@@ -151,30 +153,18 @@ func (p peers) Dial(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) 
 const undoTime = 10 * time.Second
 
 // abandon takes back a start that has failed.
-func (p *pod) abandon(ctx context.Context) {
+func (p *pod) abandon(ctx context.Context) (err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
 	defer cancel()
-	var errs []error
-	if p.device != nil {
-		errs = append(errs, p.device.Unenrol(ctx))
+	if p.backend != nil {
+		err = p.backend.close(ctx)
 	}
-	if p.stack != nil {
-		errs = append(errs, p.stack.Close())
-	}
-	if p.icmp != nil {
-		errs = append(errs, p.icmp.Close(ctx))
-	}
-	if p.listener != nil {
-		errs = append(errs, p.listener.Close(ctx))
-	}
-	if err := errors.Join(errs...); err != nil {
-		p.log.Error("pod not left as it was", "error", err.Error())
-	}
+	return errors.Join(err, p.listener.Close(ctx))
 }
 
 // run serves the pod until ctx ends.
 func (p *pod) run(ctx context.Context) error {
-	if err := p.stack.Read(ctx); err != nil {
+	if err := p.backend.serve(ctx); err != nil {
 		return fmt.Errorf("pod %s: %w", p.spec.String(), err)
 	}
 	return nil
@@ -189,22 +179,21 @@ func (p *pod) drain(ctx context.Context) {
 	p.pool.Drain()
 }
 
-// end closes both ends of HBONE, gives the pod back its network as it was, and closes the stack.
+// end closes both ends of HBONE and gives the pod back its network as it was.
 func (p *pod) end(ctx context.Context) error {
 	var g errgroup.Group
 	g.Go(func() error { return p.server.Close(ctx) })
 	g.Go(func() error { return p.pool.Close(ctx) })
-	g.Go(func() error { return p.icmp.Close(ctx) })
 	err := g.Wait()
 	if errors.Is(err, context.DeadlineExceeded) {
 		err = nil // what was left has been cut
 	}
-	if left := p.device.Unenrol(ctx); left != nil {
+	if left := p.backend.close(ctx); left != nil {
 		err = errors.Join(err, left)
 	} else {
 		p.log.Info("pod left as it was")
 	}
-	if err = errors.Join(err, p.stack.Close()); err != nil {
+	if err != nil {
 		return fmt.Errorf("pod %s: %w", p.spec.String(), err)
 	}
 	return nil

@@ -3,21 +3,59 @@ package node
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"net/netip"
+	"os"
+	"strings"
 
 	"ztun.dev/ztun/dnsproxy"
 	"ztun.dev/ztun/internal/underlay"
 )
 
-// A resolver asks the resolvers that applications address, through the sockets of their pod.
-type resolver struct{ u *underlay.Underlay }
+// A resolver asks the resolvers that applications address, through the sockets of their pod. Where that address is not known, as
+// with the redirect backend, it asks those of this process's resolv.conf, one after the other.
+type resolver struct {
+	u        *underlay.Underlay
+	fallback func() []netip.AddrPort
+}
 
 var _ dnsproxy.Upstream = resolver{}
 
 // Exchange implements dnsproxy.Upstream.
 func (r resolver) Exchange(ctx context.Context, server netip.AddrPort, tcp bool, msg, buf []byte, accept func([]byte) bool) ([]byte, error) {
+	if !server.Addr().IsUnspecified() {
+		return r.ask(ctx, server, tcp, msg, buf, accept)
+	}
+	err := errors.New("no resolver: the application's is not known, and resolv.conf names none")
+	for _, server := range r.fallback() {
+		var answer []byte
+		if answer, err = r.ask(ctx, server, tcp, msg, buf, accept); err == nil || ctx.Err() != nil {
+			return answer, err
+		}
+	}
+	return nil, err
+}
+
+// nameservers reads the resolvers of a resolv.conf.
+func nameservers(path string) (list []netip.AddrPort) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil
+	}
+	for line := range strings.Lines(string(text)) {
+		f := strings.Fields(line)
+		if len(f) >= 2 && f[0] == "nameserver" {
+			if a, err := netip.ParseAddr(f[1]); err == nil {
+				list = append(list, netip.AddrPortFrom(a, 53))
+			}
+		}
+	}
+	return list
+}
+
+func (r resolver) ask(ctx context.Context, server netip.AddrPort, tcp bool, msg, buf []byte, accept func([]byte) bool) ([]byte, error) {
 	if !tcp {
 		return r.u.Exchange(ctx, server, msg, buf, accept)
 	}

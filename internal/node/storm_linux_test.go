@@ -62,9 +62,7 @@ func TestNetnsShortConnectionsLeaveNothing(t *testing.T) {
 	count := func() held {
 		h := held{files: openFiles(t), a: a.node.group.Stats(), z: z.node.group.Stats()}
 		for _, n := range []*Node{a.node, z.node} {
-			for _, p := range n.pods {
-				h.waiting += p.stack.Stats().InFlight
-			}
+			h.waiting += n.limits.InFlight()
 		}
 		return h
 	}
@@ -115,6 +113,6 @@ func TestNetnsGivenUpConnectionsLeaveNothing(t *testing.T) {
 	}
 	all.Wait()
 	eventually(t, 10*time.Second, "the end of the set-ups", func() bool {
-		return a.node.records.Stats().Open == 0 && a.node.pods[0].stack.Stats().InFlight == 0
+		return a.node.records.Stats().Open == 0 && a.node.limits.InFlight() == 0
 	})
 }

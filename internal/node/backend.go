@@ -1,0 +1,148 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+
+	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/internal/underlay"
+	"ztun.dev/ztun/stack"
+	"ztun.dev/ztun/tun"
+)
+
+// A backend captures the traffic of one pod and gives its flows to a handler.
+type backend interface {
+	serve(ctx context.Context) error // until ctx ends
+	close(ctx context.Context) error // gives the pod its network back; after serve
+}
+
+// A choice is the backend of a pod and why it is that one.
+type choice struct {
+	capture config.Capture // tun or redirect
+	reason  string
+}
+
+// choose picks the backend. It is never none: what cannot be captured as asked for is an error.
+func (n *Node) choose(spec *podSpec) (choice, error) {
+	found, err := tun.Redirected(spec.netns)
+	if err != nil {
+		return choice{}, err
+	}
+	switch {
+	case n.cfg.Capture == config.CaptureTUN && found != "":
+		return choice{}, fmt.Errorf("capture by tun is not possible beside the redirection of istio-cni (%s): set ZTUN_CAPTURE=redirect or auto", found)
+	case n.cfg.Capture == config.CaptureTUN:
+		return choice{config.CaptureTUN, "asked for"}, nil
+	case n.cfg.Capture == config.CaptureRedirect && found == "":
+		return choice{}, errors.New("capture by redirect needs the rules of istio-cni in the pod, and there are none: set ZTUN_CAPTURE=tun or auto")
+	case n.cfg.Capture == config.CaptureRedirect:
+		return choice{config.CaptureRedirect, "asked for"}, nil
+	case found != "":
+		return choice{config.CaptureRedirect, "istio-cni has redirected the pod: " + found}, nil
+	}
+	return choice{config.CaptureTUN, "nothing else captures the pod"}, nil
+}
+
+// redirectMarks are those that istio-cni's rules know. The delivery socket carries our own: connection marks bring its replies
+// back.
+func redirectMarks() tun.Marks {
+	return tun.Marks{Own: 0x539, Deliver: 0x539, OwnMask: tun.DefaultMarkMask}
+}
+
+// A tunBackend is a TUN device and the netstack on it.
+type tunBackend struct {
+	device *tun.Kernel
+	stack  *stack.Stack
+	icmp   *underlay.ICMPRelay
+}
+
+// openTUN captures the pod; handle makes the handler of its flows once the pod's addresses are known. If it fails nothing is left.
+func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay, log *slog.Logger, handle func([]netip.Addr) (stack.Handler, error)) (_ *tunBackend, err error) {
+	b := new(tunBackend)
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, b.close(ctx))
+		}
+	}()
+	b.device, err = tun.Open(ctx, tun.Config{
+		Netns: spec.netns, UID: spec.uid, Generation: n.generation, Marks: n.marks, StateDir: n.stateDir, Log: log, NoIPv6: !n.cfg.IPv6Enabled,
+		FailOpenRoute: n.failOpenRoute,
+	})
+	if err != nil {
+		return nil, err
+	}
+	handler, err := handle(b.device.Addrs())
+	if err != nil {
+		return nil, err
+	}
+	b.stack, err = stack.New(stack.Config{
+		Device: b.device, Group: n.group, Handler: handler, Log: log, Limits: n.limits, MaxInFlight: int(n.cfg.MaxInFlightPerPod),
+		KeepaliveTime: n.cfg.KeepaliveTime, KeepaliveInterval: n.cfg.KeepaliveInterval, KeepaliveRetries: int(n.cfg.KeepaliveRetries),
+		UserTimeout: -1, // it would cut an application that stops reading for a while
+	})
+	if err != nil {
+		return nil, err
+	}
+	if b.icmp, err = u.ListenICMP(b.device.HasIPv6()); err != nil {
+		return nil, err
+	}
+	if err := b.icmp.Start(b.stack.Inject); err != nil {
+		return nil, err
+	}
+	log.Info("pod captured", "device", tun.DefaultName, "addresses", b.device.Addrs(), "ingress_mark", b.device.MarkedBy())
+	return b, nil
+}
+
+func (b *tunBackend) serve(ctx context.Context) error { return b.stack.Read(ctx) }
+
+func (b *tunBackend) close(ctx context.Context) (err error) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
+	defer cancel()
+	if b.icmp != nil {
+		err = b.icmp.Close(ctx)
+	}
+	if b.device != nil {
+		err = errors.Join(err, b.device.Unenrol(ctx))
+	}
+	if b.stack != nil {
+		err = errors.Join(err, b.stack.Close())
+	}
+	return err
+}
+
+// A redirectBackend is the listeners that istio-cni's rules lead to.
+type redirectBackend struct{ listeners *underlay.Redirect }
+
+func (n *Node) openRedirect(spec *podSpec, u *underlay.Underlay, log *slog.Logger, handle func([]netip.Addr) (stack.Handler, error)) (*redirectBackend, error) {
+	addrs, err := tun.Addresses(spec.netns)
+	if err != nil {
+		return nil, err
+	}
+	handler, err := handle(addrs)
+	if err != nil {
+		return nil, err
+	}
+	hasIPv6 := false
+	for _, a := range addrs {
+		hasIPv6 = hasIPv6 || a.Is6()
+	}
+	l, err := u.ListenRedirect(underlay.RedirectConfig{Handler: handler, Limits: n.limits, MaxPending: int(n.cfg.MaxInFlightPerPod), IPv6: hasIPv6 && n.cfg.IPv6Enabled})
+	if err != nil {
+		return nil, err
+	}
+	if err := l.Start(); err != nil {
+		return nil, errors.Join(err, l.Close(context.Background()))
+	}
+	log.Info("pod captured", "listeners", l.Addrs(), "addresses", addrs)
+	return &redirectBackend{l}, nil
+}
+
+func (b *redirectBackend) serve(ctx context.Context) error {
+	<-ctx.Done()
+	return nil
+}
+
+func (b *redirectBackend) close(ctx context.Context) error { return b.listeners.Close(ctx) }
