@@ -11,9 +11,10 @@ import (
 // An accessLog is a bounded queue of lines and its writer: the data path never waits for a log. Lines of connections that
 // ended by themselves may fill three quarters of it; the last quarter is kept for errors and denials.
 type accessLog struct {
-	limit   int
-	wake    chan struct{}
-	dropped atomic.Uint64
+	limit int
+	wake  chan struct{}
+
+	dropped, droppedImportant atomic.Uint64
 
 	mu    sync.Mutex // guards below
 	lines [][]byte
@@ -31,7 +32,11 @@ func (l *accessLog) put(line []byte, important bool) {
 	}
 	if len(l.lines) >= limit {
 		l.mu.Unlock()
-		l.dropped.Add(1)
+		if important {
+			l.droppedImportant.Add(1)
+		} else {
+			l.dropped.Add(1)
+		}
 		return
 	}
 	l.lines = append(l.lines, line)

@@ -184,6 +184,8 @@ func (w *lineWriter) attr(prefix string, a slog.Attr) {
 // value writes what is no basic kind: addresses bare, as in the access log, everything else as text in quotes.
 func (w *lineWriter) value(v any) {
 	switch v := v.(type) {
+	case nil:
+		w.b = append(w.b, "null"...)
 	case error:
 		w.quoted(v.Error())
 	case interface {

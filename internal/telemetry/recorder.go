@@ -3,21 +3,33 @@ package telemetry
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"ztun.dev/ztun/internal/workload"
 )
 
 // A Config configures a Recorder.
 type Config struct {
 	Now    func() time.Time
 	Access io.Writer // the access log; nil: none
-	Opened bool      // a line when a connection opens, too
+	Opened bool      // a line when a connection opens, too; without Levels
+	Levels *Levels   // which lines are written: those of AccessTarget; nil: all but those of Opened
 	JSON   bool      // lines are JSON objects
 	Log    *slog.Logger
 
+	Registerer prometheus.Registerer          // of the traffic metrics; nil: none
+	DropLabels []string                       // labels of the traffic metrics that are left out, of DroppableLabels
+	Classify   func(err error) (Flag, Reason) // how an error counts; nil: errors have a method Telemetry, or are FlagConnect and ReasonOther
+	Store      *workload.Store                // which workloads there are: series of others end; nil: none ends
+
+	MaxSeries  int //  sets of labels of the traffic metrics: 10 000; above it connections count in sets whose names are all other
 	QueueLines int // lines that may wait for the writer: 10 000, ztunnel's; above it lines are dropped and counted
 }
 
@@ -27,8 +39,9 @@ type Recorder struct {
 	lastID atomic.Uint64
 	log    accessLog
 
-	mu   sync.Mutex // guards below
-	open map[*Conn]struct{}
+	mu      sync.Mutex // guards below
+	open    map[*Conn]struct{}
+	metrics *metrics
 
 	opened, failed, closed atomic.Uint64
 }
@@ -41,8 +54,19 @@ func NewRecorder(cfg Config) (*Recorder, error) {
 	if cfg.QueueLines == 0 {
 		cfg.QueueLines = 10_000
 	}
-	r := &Recorder{cfg: cfg, open: make(map[*Conn]struct{})}
+	if cfg.MaxSeries == 0 {
+		cfg.MaxSeries = 10_000
+	}
+	if cfg.Classify == nil {
+		cfg.Classify = classify
+	}
+	r := &Recorder{cfg: cfg, open: make(map[*Conn]struct{}), metrics: newMetrics(cfg.MaxSeries, cfg.DropLabels)}
 	r.log.init(cfg.QueueLines)
+	if cfg.Registerer != nil {
+		if err := cfg.Registerer.Register(r); err != nil {
+			return nil, fmt.Errorf("telemetry: traffic metrics: %w", err)
+		}
+	}
 	return r, nil
 }
 
@@ -54,14 +78,35 @@ func (r *Recorder) Run(ctx context.Context) error {
 // Open begins the record of a connection, whose set-up ends by close if it has to end before its time.
 func (r *Recorder) Open(f Facts, closer func(cause error)) *Conn {
 	c := &Conn{ID: r.lastID.Add(1), Start: r.cfg.Now(), Facts: f, rec: r, close: closer}
+	labels, uids := f.labels(r.metrics.keep)
+	state := r.state()
 	r.mu.Lock()
+	c.series = r.metrics.of(&labels, uids, c.Start, state)
 	r.open[c] = struct{}{}
 	r.mu.Unlock()
 	r.opened.Add(1)
-	if r.cfg.Opened && r.cfg.Access != nil {
+	if r.logs(slog.LevelDebug) {
 		r.log.put(r.line(c, "debug", "connection opened", nil, false), false)
 	}
 	return c
+}
+
+func (r *Recorder) state() *workload.Snapshot {
+	if r.cfg.Store == nil {
+		return nil
+	}
+	return r.cfg.Store.Snapshot()
+}
+
+// logs reports whether lines of a level are written.
+func (r *Recorder) logs(l slog.Level) bool {
+	switch {
+	case r.cfg.Access == nil:
+		return false
+	case r.cfg.Levels != nil:
+		return l >= r.cfg.Levels.Level(AccessTarget)
+	}
+	return l > slog.LevelDebug || r.cfg.Opened
 }
 
 // Fail records a flow that failed before anything was decided about it.
@@ -69,22 +114,41 @@ func (r *Recorder) Fail(f Facts, err error) {
 	f.EarlyFailure = true
 	c := &Conn{ID: r.lastID.Add(1), Start: r.cfg.Now(), Facts: f, rec: r, finished: true}
 	r.failed.Add(1)
-	if r.cfg.Access != nil {
+	_, reason := r.cfg.Classify(err)
+	reason = reason.known()
+	r.mu.Lock()
+	r.metrics.early[f.Direction][reason]++
+	r.metrics.ends[f.Direction][reason]++
+	r.mu.Unlock()
+	if r.logs(slog.LevelWarn) {
 		r.log.put(r.line(c, "warn", "connection failed", err, false), true)
 	}
 }
 
 func (r *Recorder) finish(c *Conn, err error) {
+	flag, reason := FlagNone, Reason("")
+	if err != nil {
+		flag, reason = r.cfg.Classify(err)
+	}
+	now := r.cfg.Now()
 	r.mu.Lock()
 	delete(r.open, c)
+	c.count()
+	c.series.closed[min(flag, flagCount-1)]++
+	if c.series.open--; c.series.open == 0 {
+		c.series.idle = now
+	}
+	if flag != FlagNone {
+		r.metrics.ends[c.Direction][reason.known()]++
+	}
 	r.mu.Unlock()
 	r.closed.Add(1)
-	level := "info"
+	level, name := slog.LevelInfo, "info"
 	if err != nil {
-		level = "error"
+		level, name = slog.LevelError, "error"
 	}
-	if r.cfg.Access != nil {
-		r.log.put(r.line(c, level, "connection complete", err, true), err != nil)
+	if r.logs(level) {
+		r.log.put(r.line(c, name, "connection complete", err, true), err != nil)
 	}
 }
 
@@ -114,5 +178,5 @@ func (r *Recorder) Stats() Stats {
 	r.mu.Lock()
 	open := len(r.open)
 	r.mu.Unlock()
-	return Stats{Opened: r.opened.Load(), Closed: r.closed.Load(), Failed: r.failed.Load(), Open: open, LinesDropped: r.log.dropped.Load()}
+	return Stats{Opened: r.opened.Load(), Closed: r.closed.Load(), Failed: r.failed.Load(), Open: open, LinesDropped: r.log.dropped.Load() + r.log.droppedImportant.Load()}
 }

@@ -1,0 +1,273 @@
+package telemetry
+
+import (
+	"cmp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"ztun.dev/ztun/internal/workload"
+)
+
+// forgetAfter is how long the series of workloads that are gone stay: the longest usual interval of scrapes is a minute.
+const forgetAfter = 5 * time.Minute
+
+// A labelSet are the values of labelNames. That of the flags is set where the metric is written.
+type labelSet [labelCount]string
+
+// A series counts the connections of one set of labels. All fields are guarded by the Recorder's lock.
+type series struct {
+	labels labelSet
+	open   int       // connections now
+	idle   time.Time // since when none is open
+	uids   [2]string // the workloads of the last connection
+
+	opened, received, sent uint64
+	closed                 [flagCount]uint64
+}
+
+// metrics are the collectors of a Recorder, which is a prometheus.Collector itself: bytes of open connections are read when somebody asks.
+type metrics struct {
+	limit  int       // of series
+	swept  time.Time // when forget was called
+	series map[labelSet]*series
+	early  [2]map[Reason]uint64 // by direction
+	ends   [2]map[Reason]uint64 // all failures, by direction
+	keep   []int                // places of the labels that are exported
+
+	opened, closed, failed, received, sent        *prometheus.Desc
+	sockets, flows, earlyDeny, failures, logDrops *prometheus.Desc
+}
+
+func newMetrics(limit int, dropped []string) *metrics {
+	m := &metrics{limit: limit, series: make(map[labelSet]*series)}
+	for d := range m.early {
+		m.early[d], m.ends[d] = make(map[Reason]uint64), make(map[Reason]uint64)
+	}
+	var names []string
+	for i, n := range labelNames {
+		if !slices.Contains(dropped, n) {
+			m.keep, names = append(m.keep, i), append(names, n)
+		}
+	}
+	desc := func(name, help string, labels ...string) *prometheus.Desc {
+		return prometheus.NewDesc(name, help, labels, nil)
+	}
+	m.opened = desc("istio_tcp_connections_opened_total", "The total number of TCP connections opened", names...)
+	m.closed = desc("istio_tcp_connections_closed_total", "The total number of TCP connections closed", names...)
+	m.failed = desc("istio_tcp_connections_failed_total", "The total number of TCP connections that were not established", names...)
+	m.received = desc("istio_tcp_received_bytes_total", "The size of total bytes received during request in case of a TCP connection", names...)
+	m.sent = desc("istio_tcp_sent_bytes_total", "The size of total bytes sent during response in case of a TCP connection", names...)
+	m.sockets = desc("istio_tcp_sockets_open", "The current number of open accepted TCP connections and streams", "reporter")
+	m.flows = desc("ztun_flows_open", "The current number of open connections", "direction")
+	m.earlyDeny = desc("ztun_early_deny_total", "The total number of flows that failed before anything was decided about them", "direction", "reason")
+	m.failures = desc("ztun_connection_failures_total", "The total number of connections and flows that failed, by cause", "direction", "reason")
+	m.logDrops = desc("ztun_log_dropped_total", "The total number of log lines that were dropped because the writer was behind", "kind")
+	return m
+}
+
+// Describe implements prometheus.Collector.
+func (r *Recorder) Describe(ch chan<- *prometheus.Desc) {
+	m := r.metrics
+	for _, d := range []*prometheus.Desc{m.opened, m.closed, m.failed, m.received, m.sent, m.sockets, m.flows, m.earlyDeny, m.failures, m.logDrops} {
+		ch <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (r *Recorder) Collect(ch chan<- prometheus.Metric) {
+	m := r.metrics
+	var list []prometheus.Metric // sent without the lock
+	add := func(d *prometheus.Desc, t prometheus.ValueType, v uint64, labels ...string) {
+		list = append(list, prometheus.MustNewConstMetric(d, t, float64(v), labels...))
+	}
+	now, state := r.cfg.Now(), r.state()
+	r.mu.Lock()
+	var open [2]uint64
+	for c := range r.open {
+		c.count()
+		open[c.Direction]++
+	}
+	m.forget(now, state)
+	for _, s := range m.series {
+		values := m.values(s, FlagNone)
+		add(m.opened, prometheus.CounterValue, s.opened, values...)
+		add(m.received, prometheus.CounterValue, s.received, values...)
+		add(m.sent, prometheus.CounterValue, s.sent, values...)
+		for f := range flagCount {
+			if s.closed[f] == 0 {
+				continue
+			}
+			values := m.values(s, f)
+			add(m.closed, prometheus.CounterValue, s.closed[f], values...)
+			if f.failed() {
+				add(m.failed, prometheus.CounterValue, s.closed[f], values...)
+			}
+		}
+	}
+	for d, name := range []string{Outbound: "outbound", Inbound: "inbound"} {
+		add(m.sockets, prometheus.GaugeValue, open[d], reporter(Direction(d)))
+		add(m.flows, prometheus.GaugeValue, open[d], name)
+		for reason, n := range m.early[d] {
+			add(m.earlyDeny, prometheus.CounterValue, n, name, string(reason))
+		}
+		for reason, n := range m.ends[d] {
+			add(m.failures, prometheus.CounterValue, n, name, string(reason))
+		}
+	}
+	r.mu.Unlock()
+	add(m.logDrops, prometheus.CounterValue, r.log.dropped.Load(), "access")
+	add(m.logDrops, prometheus.CounterValue, r.log.droppedImportant.Load(), "deny")
+	for _, x := range list {
+		ch <- x
+	}
+}
+
+func (m *metrics) values(s *series, f Flag) []string {
+	values := make([]string, len(m.keep))
+	for i, k := range m.keep {
+		values[i] = s.labels[k]
+		if k == labelFlags {
+			values[i] = f.String()
+		}
+	}
+	return values
+}
+
+// of is the series of a connection that opens; it counts it.
+func (m *metrics) of(labels *labelSet, uids [2]string, now time.Time, state *workload.Snapshot) *series {
+	s := m.series[*labels]
+	if s == nil {
+		if len(m.series) >= m.limit && now.Sub(m.swept) >= time.Minute {
+			m.forget(now, state)
+		}
+		if len(m.series) >= m.limit {
+			labels = labels.others()
+			s = m.series[*labels]
+		}
+		if s == nil {
+			s = &series{labels: *labels}
+			m.series[*labels] = s
+		}
+	}
+	s.open++
+	s.opened++
+	s.uids = uids
+	return s
+}
+
+// forget drops the series of workloads that are gone.
+func (m *metrics) forget(now time.Time, state *workload.Snapshot) {
+	m.swept = now
+	if state == nil {
+		return
+	}
+	gone := func(uid string) bool { return uid != "" && state.Workload(uid) == nil }
+	for labels, s := range m.series {
+		if s.open == 0 && now.Sub(s.idle) >= forgetAfter && slices.ContainsFunc(s.uids[:], gone) {
+			delete(m.series, labels)
+		}
+	}
+}
+
+// others is the set that stands for all sets above the limit, of which there are few.
+func (l *labelSet) others() *labelSet {
+	o := new(labelSet)
+	for i := range o {
+		o[i] = "other"
+	}
+	for _, i := range []int{labelReporter, labelProtocol, labelFlags, labelSecurity} {
+		o[i] = l[i]
+	}
+	return o
+}
+
+// count adds to the series what has flowed since the last time.
+func (c *Conn) count() {
+	received, sent := c.Received.Load(), c.Sent.Load()
+	c.series.received += received - c.counted[0]
+	c.series.sent += sent - c.counted[1]
+	c.counted = [2]uint64{received, sent}
+}
+
+func reporter(d Direction) string {
+	if d == Inbound {
+		return "destination"
+	}
+	return "source"
+}
+
+const unknown = "unknown"
+
+// labels are the labels of a connection. What is dropped is the same for all.
+func (f *Facts) labels(keep []int) (l labelSet, uids [2]string) {
+	l[labelReporter] = reporter(f.Direction)
+	l[labelProtocol], l[labelFlags], l[labelSecurity] = "tcp", FlagNone.String(), unknown
+	if f.Protocol == HBONE {
+		l[labelSecurity] = "mutual_tls"
+	}
+	destination := f.DstIdentity
+	if f.Destination != nil {
+		destination = f.Destination.Identity()
+	}
+	source := f.SrcIdentity
+	if f.Protocol != HBONE {
+		source = workload.Identity{}
+	}
+	l.side(labelSource, labelLocality, f.Source, source)
+	l.side(labelDestination, labelLocality+2, f.Destination, destination)
+	host, namespace, name := f.service()
+	l[labelService], l[labelService+1], l[labelService+2] = host, namespace, name
+	for i, v := range l {
+		if !slices.Contains(keep, i) {
+			l[i] = ""
+		} else if v == "" {
+			l[i] = unknown
+		}
+	}
+	for i, w := range []*workload.Workload{f.Source, f.Destination} {
+		if w != nil {
+			uids[i] = w.UID
+		}
+	}
+	return l, uids
+}
+
+// side fills the eight labels of a side and the two of its locality.
+func (l *labelSet) side(at, locality int, w *workload.Workload, id workload.Identity) {
+	l[at+4] = id.String()
+	if w == nil {
+		return
+	}
+	l[at], l[at+1], l[at+2], l[at+3] = w.WorkloadName, w.CanonicalName, w.CanonicalRevision, w.Namespace
+	l[at+5], l[at+6], l[at+7] = w.CanonicalName, w.CanonicalRevision, w.ClusterID
+	l[locality], l[locality+1] = w.Locality.Region, w.Locality.Zone
+}
+
+// service is hostname, namespace and name of the destination service. Who does not know the latter leaves them out; then
+// they are those of the workload's service with that hostname.
+func (f *Facts) service() (host, namespace, name string) {
+	host, namespace, name = f.Service, f.ServiceNamespace, f.ServiceName
+	if host == "" || namespace != "" && name != "" {
+		return host, namespace, name
+	}
+	if namespace == "" && f.Destination != nil {
+		var keys []workload.ServiceKey
+		for k := range f.Destination.Services {
+			if k.Hostname == host {
+				keys = append(keys, k)
+			}
+		}
+		if len(keys) > 0 {
+			namespace = slices.MinFunc(keys, func(a, b workload.ServiceKey) int { return cmp.Compare(a.Namespace, b.Namespace) }).Namespace
+		}
+	}
+	if name == "" {
+		if first, rest, ok := strings.Cut(host, "."); ok && namespace != "" && strings.HasPrefix(rest, namespace+".svc.") {
+			name = first
+		}
+	}
+	return host, namespace, name
+}
