@@ -1,0 +1,304 @@
+package admin
+
+import (
+	"crypto/x509"
+	"encoding/base64"
+	"encoding/pem"
+	"net/http"
+	"strings"
+	"time"
+
+	"ztun.dev/ztun/internal/telemetry"
+	"ztun.dev/ztun/internal/workload"
+)
+
+// A Dumper says what there is to see. Its methods are called for each request, from any goroutine; what they return is read only.
+type Dumper interface {
+	State() *workload.Snapshot
+	Static() *workload.Snapshot // of it, what came from a local file; nil: nothing
+	Certificates() []Certificate
+	Pods() []Pod // nil: this is not a node, there is one workload
+	Settings() []Setting
+}
+
+// A Certificate is what is held for an identity.
+type Certificate struct {
+	Identity workload.Identity
+	State    string              // Initializing, Available, or Unavailable: <error>
+	Chain    []*x509.Certificate // leaf first
+	Roots    []*x509.Certificate // that its peers have to come from
+}
+
+// A Pod is a workload that this node serves, or will.
+type Pod struct {
+	UID                             string // as whoever announced it calls it
+	Name, Namespace, ServiceAccount string
+	Pending                         string // why it is not served; "": it is
+	Capture                         string // the backend
+	CaptureReason                   string // why that one
+}
+
+// A Setting is a value of the configuration, secrets masked.
+type Setting struct {
+	Key      string `json:"key"`
+	Variable string `json:"variable,omitempty"`
+	Value    string `json:"value"`
+	Origin   string `json:"origin"`
+}
+
+// A dump is the whole of /config_dump.
+type dump struct {
+	Workloads      []workloadJSON      `json:"workloads"`
+	Services       []serviceJSON       `json:"services"`
+	Policies       []policyJSON        `json:"policies"`
+	StagedServices struct{}            `json:"stagedServices"`
+	StaticConfig   staticJSON          `json:"staticConfig"`
+	Version        versionJSON         `json:"version"`
+	Config         configJSON          `json:"config"`
+	Certificates   []certificateJSON   `json:"certificates"`
+	WorkloadState  map[string]*podJSON `json:"workloadState,omitzero"`
+}
+
+type staticJSON struct {
+	Workloads []workloadJSON `json:"workloads"`
+	Policies  []policyJSON   `json:"policies"`
+	Services  []serviceJSON  `json:"services"`
+}
+
+type versionJSON struct {
+	Version        string `json:"version"`
+	GitRevision    string `json:"gitRevision"`
+	GoVersion      string `json:"goVersion"`
+	BuildProfile   string `json:"buildProfile"`
+	BuildStatus    string `json:"buildStatus"`
+	IstioVersion   string `json:"istioVersion"`
+	CryptoProvider string `json:"cryptoProvider"`
+	Implementation string `json:"implementation"`
+}
+
+func (s *Server) configDump(w http.ResponseWriter, _ *http.Request) {
+	state, static := s.cfg.Dumper.State(), s.cfg.Dumper.Static()
+	writeJSON(w, &dump{
+		Workloads:     workloads(state),
+		Services:      services(state),
+		Policies:      policies(state),
+		StaticConfig:  staticJSON{workloads(static), policies(static), services(static)},
+		Version:       s.cfg.Build.dump(),
+		Config:        s.config(),
+		Certificates:  s.certificates(),
+		WorkloadState: s.pods(),
+	})
+}
+
+func (b *Build) dump() versionJSON {
+	status := "Clean"
+	if b.Modified {
+		status = "Modified"
+	}
+	return versionJSON{b.Version, b.Revision, b.Go, "release", status, b.IstioVersion, "go", "ztun"}
+}
+
+// A configJSON has what ztunnel's tools read, and all settings.
+type configJSON struct {
+	Proxy                   bool           `json:"proxy"`
+	DNSProxy                bool           `json:"dnsProxy"`
+	AdminAddr               map[string]any `json:"adminAddr"`
+	StatsAddr               map[string]any `json:"statsAddr"`
+	ReadinessAddr           map[string]any `json:"readinessAddr"`
+	ProxyMode               string         `json:"proxyMode"`
+	SelfTerminationDeadline durationJSON   `json:"selfTerminationDeadline"`
+	Settings                []Setting      `json:"settings"`
+}
+
+type durationJSON struct {
+	Secs  int64 `json:"secs"`
+	Nanos int64 `json:"nanos"`
+}
+
+func (s *Server) config() configJSON {
+	values := make(map[string]string)
+	settings := s.settings()
+	for _, x := range settings {
+		values[x.Key] = x.Value
+	}
+	mode := values["proxyMode"]
+	if mode != "" {
+		mode = strings.ToUpper(mode[:1]) + mode[1:]
+	}
+	d, _ := time.ParseDuration(values["connectionTerminationDeadline"]) // was read before
+	port := func(p, standard int) int {
+		if p == 0 {
+			return standard
+		}
+		return p
+	}
+	wildcard := func(p int) map[string]any { return map[string]any{"SocketAddr": hosts(p, p, "::")[0]} }
+	return configJSON{
+		Proxy:                   values["enableProxy"] == "true",
+		DNSProxy:                strings.EqualFold(values["dnsCapture"], "true"),
+		AdminAddr:               map[string]any{"Localhost": []any{true, port(s.cfg.Ports.Admin, 15000)}},
+		StatsAddr:               wildcard(port(s.cfg.Ports.Stats, 15020)),
+		ReadinessAddr:           wildcard(port(s.cfg.Ports.Ready, 15021)),
+		ProxyMode:               mode,
+		SelfTerminationDeadline: durationJSON{int64(d / time.Second), int64(d % time.Second)},
+		Settings:                settings,
+	}
+}
+
+func (s *Server) settings() []Setting {
+	list := s.cfg.Dumper.Settings()
+	if list == nil {
+		return []Setting{}
+	}
+	return list
+}
+
+type certificateJSON struct {
+	Identity  string     `json:"identity"`
+	State     string     `json:"state"`
+	CertChain []x509JSON `json:"certChain"`
+	RootCerts []x509JSON `json:"rootCerts"`
+}
+
+type x509JSON struct {
+	PEM            string    `json:"pem"` // in base64 once more
+	SerialNumber   string    `json:"serialNumber"`
+	ValidFrom      time.Time `json:"validFrom"`
+	ExpirationTime time.Time `json:"expirationTime"`
+}
+
+func (s *Server) certificates() []certificateJSON {
+	var list []certificateJSON
+	for _, c := range s.cfg.Dumper.Certificates() {
+		list = append(list, certificateJSON{c.Identity.String(), c.State, chain(c.Chain), chain(c.Roots)})
+	}
+	return sortedBy(list, func(c certificateJSON) string { return c.Identity })
+}
+
+func chain(certs []*x509.Certificate) []x509JSON {
+	list := make([]x509JSON, 0, len(certs))
+	for _, c := range certs {
+		text := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: c.Raw})
+		list = append(list, x509JSON{base64.StdEncoding.EncodeToString(text), c.SerialNumber.String(), c.NotBefore.UTC(), c.NotAfter.UTC()})
+	}
+	return list
+}
+
+type podJSON struct {
+	State         string           `json:"state"`
+	Info          podInfoJSON      `json:"info"`
+	Reason        string           `json:"reason,omitempty"`
+	Capture       string           `json:"capture,omitempty"`
+	CaptureReason string           `json:"captureReason,omitempty"`
+	Connections   *connectionsJSON `json:"connections,omitempty"`
+}
+
+type podInfoJSON struct {
+	Name           string `json:"name"`
+	Namespace      string `json:"namespace"`
+	ServiceAccount string `json:"serviceAccount"`
+}
+
+type connectionsJSON struct {
+	Inbound  []connectionJSON `json:"inbound"`
+	Outbound []connectionJSON `json:"outbound"`
+}
+
+type connectionJSON struct {
+	Src         string  `json:"src"`
+	OriginalDst *string `json:"originalDst"` // inbound: hostname of the service, or null
+	ActualDst   string  `json:"actualDst"`
+	Protocol    string  `json:"protocol"`
+}
+
+// pods are the pods by their UID, each with its connections.
+func (s *Server) pods() map[string]*podJSON {
+	list := s.cfg.Dumper.Pods()
+	if list == nil {
+		return nil
+	}
+	type name struct{ namespace, name string }
+	all, served := make(map[string]*podJSON, len(list)), make(map[name]*connectionsJSON, len(list))
+	for _, p := range list {
+		j := &podJSON{State: "Up", Info: podInfoJSON{p.Name, p.Namespace, p.ServiceAccount}, Reason: p.Pending, Capture: p.Capture, CaptureReason: p.CaptureReason}
+		if p.Pending != "" {
+			j.State = "Pending"
+		} else {
+			j.Connections = &connectionsJSON{}
+			served[name{p.Namespace, p.Name}] = j.Connections
+		}
+		all[p.UID] = j
+	}
+	s.cfg.Records.Each(func(c *telemetry.Conn) {
+		local := c.Source
+		if c.Direction == telemetry.Inbound {
+			local = c.Destination
+		}
+		if local == nil {
+			return
+		}
+		conns := served[name{local.Namespace, local.Name}]
+		switch {
+		case conns == nil:
+		case c.Direction == telemetry.Inbound:
+			conns.Inbound = append(conns.Inbound, connection(c))
+		default:
+			conns.Outbound = append(conns.Outbound, connection(c))
+		}
+	})
+	for _, c := range served {
+		bySource := func(c connectionJSON) string { return c.Src }
+		c.Inbound, c.Outbound = sortedBy(c.Inbound, bySource), sortedBy(c.Outbound, bySource)
+	}
+	return all
+}
+
+func connection(c *telemetry.Conn) connectionJSON {
+	j := connectionJSON{Src: c.Src.String(), ActualDst: c.Dst.String(), Protocol: c.Protocol.String()}
+	if c.Direction == telemetry.Outbound {
+		dst := c.OriginalDst.String()
+		j.OriginalDst = &dst
+		return j
+	}
+	if c.Service != "" {
+		j.OriginalDst = &c.Service
+	}
+	if c.HBONEAddr != "" {
+		j.ActualDst = c.HBONEAddr
+	}
+	return j
+}
+
+// A connJSON is a line of /debug/conns.
+type connJSON struct {
+	ID          uint64  `json:"id"`
+	Direction   string  `json:"direction"`
+	Protocol    string  `json:"protocol"`
+	Src         string  `json:"src"`
+	Dst         string  `json:"dst"`
+	OriginalDst string  `json:"originalDst"`
+	HBONEAddr   string  `json:"hboneAddr,omitempty"`
+	Service     string  `json:"service,omitempty"`
+	SrcWorkload string  `json:"srcWorkload,omitempty"` // namespace/name
+	DstWorkload string  `json:"dstWorkload,omitempty"`
+	SrcIdentity string  `json:"srcIdentity,omitempty"`
+	DstIdentity string  `json:"dstIdentity,omitempty"`
+	AgeSeconds  float64 `json:"ageSeconds"`
+	Received    uint64  `json:"receivedBytes"` // from the side that opened it
+	Sent        uint64  `json:"sentBytes"`     // to it
+}
+
+// conns are the open connections, the oldest first.
+func (s *Server) conns() []connJSON {
+	list, now := []connJSON{}, s.cfg.Now()
+	s.cfg.Records.Each(func(c *telemetry.Conn) {
+		list = append(list, connJSON{
+			ID: c.ID, Direction: c.Direction.String(), Protocol: c.Protocol.String(), Src: addr(c.Src), Dst: addr(c.Dst), OriginalDst: addr(c.OriginalDst),
+			HBONEAddr: c.HBONEAddr, Service: c.Service, SrcWorkload: named(c.Source), DstWorkload: named(c.Destination),
+			SrcIdentity: c.SrcIdentity.String(), DstIdentity: c.DstIdentity.String(), AgeSeconds: c.Duration(now).Seconds(),
+			Received: c.Received.Load(), Sent: c.Sent.Load(),
+		})
+	})
+	sortByID(list)
+	return list
+}
