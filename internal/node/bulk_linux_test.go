@@ -48,8 +48,9 @@ func transfer(from, to *net.TCPConn, seed byte, n int64) error {
 }
 
 // [bulkBytes] each way, first one after the other, then both at once.
-func TestNetnsBulkArrivesIntact(t *testing.T) {
-	b := newBed(t)
+func TestNetnsBulkArrivesIntact(t *testing.T) { eachBackend(t, checkBulkArrivesIntact) }
+
+func checkBulkArrivesIntact(t *testing.T, b *bed) {
 	a, z := b.start(0), b.start(1)
 	for i, w := range b.ways(8080) {
 		for _, both := range []bool{false, true} {
@@ -81,8 +82,9 @@ func TestNetnsBulkArrivesIntact(t *testing.T) {
 }
 
 // Several connections share tunnels and loops, each with a tenth of [bulkBytes] both ways.
-func TestNetnsParallelBulkArrivesIntact(t *testing.T) {
-	b := newBed(t)
+func TestNetnsParallelBulkArrivesIntact(t *testing.T) { eachBackend(t, checkParallelBulkArrivesIntact) }
+
+func checkParallelBulkArrivesIntact(t *testing.T, b *bed) {
 	a, z := b.start(0), b.start(1)
 	const size = bulkBytes / 10
 	for _, w := range b.ways(8080)[:2] { // the mesh's

@@ -132,6 +132,7 @@ func (b *bed) spawnReady(i int, vars ...string) *child {
 	b.t.Helper()
 	c := b.spawn(i, vars...)
 	c.log.await(b.t, "msg=ready", c.cmd.Done())
+	b.mustCapture(i, c.log, c.cmd.Done())
 	return c
 }
 

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"ztun.dev/ztun/internal/config"
 	"ztun.dev/ztun/internal/lab"
 )
 
@@ -65,7 +66,13 @@ func family(to string) int {
 }
 
 func newCrash(t *testing.T, vars ...string) *crash {
-	c := &crash{bed: newBed(t), t: t, markers: [2]string{rand.Text(), rand.Text()}, lost: make(chan struct{}, 2)}
+	t.Helper()
+	return newCrashWith(t, config.CaptureTUN, vars...)
+}
+
+func newCrashWith(t *testing.T, capture config.Capture, vars ...string) *crash {
+	t.Helper()
+	c := &crash{bed: newBedWith(t, capture), t: t, markers: [2]string{rand.Text(), rand.Text()}, lost: make(chan struct{}, 2)}
 	c.child = c.spawnReady(0, vars...)
 	c.start(1)
 	c.serve(c.pods[webB], 8080, func(conn net.Conn) {

@@ -53,8 +53,9 @@ func (b *bed) serveDNS(h *lab.Host, name string, v4, v6 netip.Addr) {
 	}
 }
 
-func TestNetnsNamesAreAnswered(t *testing.T) {
-	b := newBed(t)
+func TestNetnsNamesAreAnswered(t *testing.T) { eachBackend(t, checkNamesAreAnswered) }
+
+func checkNamesAreAnswered(t *testing.T, b *bed) {
 	b.start(0)
 	b.start(1)
 	client := b.pods[clientA]
@@ -111,8 +112,9 @@ func TestNetnsNamesAreAnswered(t *testing.T) {
 }
 
 // From the name to the page, by a program that knows nothing of ztun.
-func TestNetnsCurlByName(t *testing.T) {
-	b := newBed(t)
+func TestNetnsCurlByName(t *testing.T) { eachBackend(t, checkCurlByName) }
+
+func checkCurlByName(t *testing.T, b *bed) {
 	b.start(0)
 	b.start(1)
 	l, err := b.pods[webB].Listen("tcp", "[::]:8080")

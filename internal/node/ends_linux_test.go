@@ -67,8 +67,9 @@ func (b *bed) connect(t *testing.T, w way) (client, server *net.TCPConn) {
 }
 
 // The request ends, then comes the answer, with a program of the system.
-func TestNetnsHalfCloseByNetcat(t *testing.T) {
-	b := newBed(t)
+func TestNetnsHalfCloseByNetcat(t *testing.T) { eachBackend(t, checkHalfCloseByNetcat) }
+
+func checkHalfCloseByNetcat(t *testing.T, b *bed) {
 	b.start(0)
 	b.start(1)
 	answer := func(c net.Conn) {
@@ -91,8 +92,9 @@ func TestNetnsHalfCloseByNetcat(t *testing.T) {
 }
 
 // Each side may end first, and the other goes on.
-func TestNetnsHalfCloseEachOrder(t *testing.T) {
-	b := newBed(t)
+func TestNetnsHalfCloseEachOrder(t *testing.T) { eachBackend(t, checkHalfCloseEachOrder) }
+
+func checkHalfCloseEachOrder(t *testing.T, b *bed) {
 	a, z := b.start(0), b.start(1)
 	for i, w := range b.ways(8080) {
 		for _, order := range []string{"client first", "server first"} {
@@ -125,8 +127,9 @@ func TestNetnsHalfCloseEachOrder(t *testing.T) {
 	awaitNoneOpen(t, a, z)
 }
 
-func TestNetnsResetsArriveAsSuch(t *testing.T) {
-	b := newBed(t)
+func TestNetnsResetsArriveAsSuch(t *testing.T) { eachBackend(t, checkResetsArriveAsSuch) }
+
+func checkResetsArriveAsSuch(t *testing.T, b *bed) {
 	a, z := b.start(0), b.start(1)
 	for _, w := range b.ways(8080) {
 		for _, order := range []string{"by the client", "by the server"} {

@@ -1,7 +1,6 @@
 package node
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"sync"
@@ -15,8 +14,9 @@ import (
 	"ztun.dev/ztun/internal/lab"
 )
 
-func TestNetnsFailuresAreSeenAsSuch(t *testing.T) {
-	b := newBed(t)
+func TestNetnsFailuresAreSeenAsSuch(t *testing.T) { eachBackend(t, checkFailuresAreSeenAsSuch) }
+
+func checkFailuresAreSeenAsSuch(t *testing.T, b *bed) {
 	a, z := b.start(0), b.start(1)
 	web, plain := b.pods[webB], b.pods[plainB]
 	b.serve(web, 8080, who)
@@ -50,23 +50,14 @@ func TestNetnsFailuresAreSeenAsSuch(t *testing.T) {
 		{"workload that is gone", b.pods[clientA], []string{"10.77.2.254:80", "[fd77::2:fe]:80"}, unix.EHOSTUNREACH, afterProbe, "no route to host", ""},
 		{"network without a route", b.pods[clientA], []string{"192.0.2.1:80", "[2001:db8::1]:80"}, unix.ENETUNREACH, afterProbe, "network is unreachable", ""},
 	}
-	try := func(t *testing.T, from *lab.Host, to string) (time.Duration, error) {
-		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
-		defer cancel()
-		start := time.Now()
-		c, err := from.Dial(ctx, "tcp", to)
-		if err == nil {
-			c.Close()
-		}
-		return time.Since(start), err
-	}
 	var all sync.WaitGroup
 	for _, tt := range tests {
 		for _, to := range tt.to {
 			all.Go(func() {
-				took, err := try(t, tt.from, to)
-				if !errors.Is(err, tt.want) || took > tt.limit {
-					t.Errorf("%s, %s: %v after %v, want %v within %v", tt.name, to, err, took, tt.want, tt.limit)
+				start := time.Now()
+				err := b.refusal(tt.from, to)
+				if took := time.Since(start); !errors.Is(err, b.seen(tt.want)) || took > tt.limit {
+					t.Errorf("%s, %s: %v after %v, want %v within %v", tt.name, to, err, took, b.seen(tt.want), tt.limit)
 				}
 			})
 		}

@@ -11,10 +11,12 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
 	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
 
 	"ztun.dev/ztun/internal/ca"
 	"ztun.dev/ztun/internal/config"
@@ -36,7 +38,8 @@ type bed struct {
 	dir  string
 	pods []*lab.Host
 
-	nodes [2]*process
+	capture config.Capture // of all nodes
+	nodes   [2]*process
 }
 
 // A process is one node's ztun, in this process.
@@ -86,15 +89,29 @@ func requireRoot(t *testing.T) {
 	}
 }
 
-// newBed builds the lab, without ztun.
+// eachBackend runs a test of the data path with both capture backends.
+func eachBackend(t *testing.T, test func(*testing.T, *bed)) {
+	t.Helper()
+	for _, c := range []config.Capture{config.CaptureTUN, config.CaptureRedirect} {
+		t.Run(c.String(), func(t *testing.T) { test(t, newBedWith(t, c)) })
+	}
+}
+
+// newBed builds the lab, without ztun, for the tun backend.
 func newBed(t *testing.T) *bed {
+	t.Helper()
+	return newBedWith(t, config.CaptureTUN)
+}
+
+// newBedWith is newBed for either backend: pods for redirect have istio-cni's rules already.
+func newBedWith(t *testing.T, capture config.Capture) *bed {
 	t.Helper()
 	requireRoot(t)
 	l, err := lab.New(t.Context(), lab.Config{Nodes: 2, PodsPerNode: 2, IPv6: true, ResolvConf: "nameserver 10.96.0.53\noptions timeout:2 attempts:1\n"})
 	if err != nil {
 		t.Fatal(err)
 	}
-	b := &bed{Lab: l, t: t, dir: t.TempDir(), pods: []*lab.Host{l.Pod(0, 0), l.Pod(0, 1), l.Pod(1, 0), l.Pod(1, 1)}}
+	b := &bed{Lab: l, t: t, capture: capture, dir: t.TempDir(), pods: []*lab.Host{l.Pod(0, 0), l.Pod(0, 1), l.Pod(1, 0), l.Pod(1, 1)}}
 	t.Cleanup(func() {
 		for i := range b.nodes {
 			b.stop(i)
@@ -106,6 +123,9 @@ func newBed(t *testing.T) *bed {
 	p := b.pods
 	state := fmt.Sprintf(meshState, p[0].Addr4, p[0].Addr6, p[1].Addr4, p[1].Addr6, p[2].Addr4, p[2].Addr6)
 	b.write("mesh.yaml", state)
+	if capture == config.CaptureRedirect {
+		istioCNI(t, p[clientA], p[otherA], p[webB])
+	}
 	authority, err := ca.New(time.Now)
 	if err != nil {
 		t.Fatal(err)
@@ -115,10 +135,11 @@ func newBed(t *testing.T) *bed {
 		t.Fatal(err)
 	}
 	b.write("root.pem", string(secret))
+	b.write("resolv.conf", "nameserver "+l.Wire().Addr4.String()+"\n")
 	for i, pods := range [][]string{{"client", "other"}, {"web"}} {
 		name := []string{"node-a", "node-b"}[i]
-		text := fmt.Sprintf("nodeName: %s\nlocalXdsPath: %s\nfakeCa: true\nfakeCaRoot: %s\nhandoverSocket: %s\npods:\n",
-			name, b.path("mesh.yaml"), b.path("root.pem"), b.path(name, "ztun.sock"))
+		text := fmt.Sprintf("nodeName: %s\nlocalXdsPath: %s\nfakeCa: true\nfakeCaRoot: %s\nhandoverSocket: %s\ncapture: %s\ndnsResolvConf: %s\npods:\n",
+			name, b.path("mesh.yaml"), b.path("root.pem"), b.path(name, "ztun.sock"), capture, b.path("resolv.conf"))
 		for j, pod := range pods {
 			text += fmt.Sprintf("- {netns: %s, name: %s, namespace: shop, serviceAccount: %s}\n", l.Pod(i, j).NetnsPath(), pod, pod)
 		}
@@ -139,6 +160,15 @@ func (b *bed) write(name, text string) {
 	if err := os.WriteFile(b.path(name), []byte(text), 0o600); err != nil {
 		b.t.Fatal(err)
 	}
+}
+
+func (b *bed) read(name string) string {
+	b.t.Helper()
+	text, err := os.ReadFile(b.path(name))
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	return string(text)
 }
 
 func (b *bed) load(i int) *config.Config {
@@ -167,8 +197,16 @@ func (b *bed) rewrite(i int, name string, oldnew ...string) string {
 	return b.path(name)
 }
 
-// start starts the ztun of node i and waits until it serves.
+// start starts the ztun of node i and waits until it serves, with the backend that the test is about.
 func (b *bed) start(i int) *process {
+	b.t.Helper()
+	p := b.launch(i)
+	b.mustCapture(i, p.log, p.done)
+	return p
+}
+
+// launch is start with whatever backend.
+func (b *bed) launch(i int) *process {
 	b.t.Helper()
 	ctx, stop := context.WithCancel(context.Background())
 	p := &process{stop: stop, done: make(chan struct{}), out: newLogBuffer(), log: newLogBuffer()}
@@ -184,6 +222,14 @@ func (b *bed) start(i int) *process {
 	b.nodes[i] = p
 	p.log.await(b.t, "msg=ready", p.done)
 	return p
+}
+
+// mustCapture reads in the log that each pod of a node is captured by the backend that the test is about.
+func (b *bed) mustCapture(i int, log *logBuffer, ended <-chan struct{}) {
+	b.t.Helper()
+	for _, pod := range [][]string{{"client", "other"}, {"web"}}[i] {
+		log.await(b.t, `msg="pod captured"`, ended, "pod=shop/"+pod+" ", "capture="+b.capture.String()+" ")
+	}
 }
 
 // stop ends the ztun of node i in order.
@@ -297,6 +343,49 @@ func (b *bed) ask(h *lab.Host, to string) (string, error) {
 	c.SetDeadline(time.Now().Add(10 * time.Second))
 	got, err := io.ReadAll(c)
 	return string(got), err
+}
+
+// askFrom is ask from one of several addresses of a host.
+func (b *bed) askFrom(h *lab.Host, from, to string) (got string, err error) {
+	err = h.Do(func() error {
+		ctx, cancel := context.WithTimeout(b.t.Context(), 5*time.Second)
+		defer cancel()
+		c, err := (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}).DialContext(ctx, "tcp", to)
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		c.SetDeadline(time.Now().Add(10 * time.Second))
+		text, err := io.ReadAll(c)
+		got = string(text)
+		return err
+	})
+	return got, err
+}
+
+// refusal is the error of a client that nobody is to serve. Where the kernel answers for ztun it comes after the connect.
+func (b *bed) refusal(h *lab.Host, to string) error {
+	ctx, cancel := context.WithTimeout(b.t.Context(), 10*time.Second)
+	defer cancel()
+	c, err := h.Dial(ctx, "tcp", to)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	if b.capture == config.CaptureTUN {
+		return nil
+	}
+	c.SetDeadline(time.Now().Add(10 * time.Second))
+	_, err = c.Read(make([]byte, 1))
+	return err
+}
+
+// seen is what a client sees of a failure, whose errno is that of a connect without ztun.
+func (b *bed) seen(errno syscall.Errno) syscall.Errno {
+	if b.capture == config.CaptureRedirect {
+		return unix.ECONNRESET
+	}
+	return errno
 }
 
 func addrPort(a netip.Addr, port uint16) string { return netip.AddrPortFrom(a, port).String() }

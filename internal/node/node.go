@@ -286,7 +286,7 @@ func (n *Node) serverTLS(self func() workload.Identity) func(context.Context) (*
 func (n *Node) newDNS(u *underlay.Underlay) (*dnsproxy.Server, error) {
 	return dnsproxy.New(dnsproxy.Config{
 		Store: &n.store, Network: n.cfg.Network, ClusterDomain: n.cfg.ClusterDomain, PreferredNamespace: n.cfg.PreferredServiceNamespace,
-		Upstream: resolver{u, func() []netip.AddrPort { return nameservers("/etc/resolv.conf") }}, Now: time.Now, Rand: n.rand, Log: n.log, NoIPv6: !n.cfg.IPv6Enabled,
+		Upstream: resolver{u, func() []netip.AddrPort { return nameservers(n.cfg.DNSResolvConf) }}, Now: time.Now, Rand: n.rand, Log: n.log, NoIPv6: !n.cfg.IPv6Enabled,
 	})
 }
 

@@ -6,7 +6,10 @@ import (
 )
 
 func TestNetnsOutboundReachesTheOtherNode(t *testing.T) {
-	b := newBed(t)
+	eachBackend(t, checkOutboundReachesTheOtherNode)
+}
+
+func checkOutboundReachesTheOtherNode(t *testing.T, b *bed) {
 	a, z := b.start(0), b.start(1)
 	web := b.pods[webB]
 	b.serve(web, 8080, who)

@@ -15,7 +15,7 @@ import (
 )
 
 // A resolver asks the resolvers that applications address, through the sockets of their pod. Where that address is not known, as
-// with the redirect backend, it asks those of this process's resolv.conf, one after the other.
+// with UDP and the redirect backend, it asks those of a resolv.conf, one after the other.
 type resolver struct {
 	u        *underlay.Underlay
 	fallback func() []netip.AddrPort

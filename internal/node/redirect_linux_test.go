@@ -1,0 +1,234 @@
+package node
+
+import (
+	"crypto/rand"
+	"errors"
+	"io"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/internal/lab"
+)
+
+// Which backend a pod gets follows from what is asked for and from what istio-cni has done in it; there is no other way.
+func TestNetnsCaptureIsChosenForEachPod(t *testing.T) {
+	b := newBed(t)
+	istioCNI(t, b.pods[otherA])
+	b.write("node-a.yaml", strings.Replace(b.read("node-a.yaml"), "capture: tun", "capture: auto", 1))
+	cfg := b.load(0)
+	if cfg.Capture != config.CaptureAuto {
+		t.Fatalf("capture %v", cfg.Capture)
+	}
+	a := b.launch(0)
+	b.start(1)
+	a.log.await(t, `msg="pod captured"`, a.done, "pod=shop/client ", "capture=tun ")
+	a.log.await(t, `msg="pod captured"`, a.done, "pod=shop/other ", "capture=redirect ")
+	a.log.await(t, "capture=tun", a.done, `reason="nothing else captures the pod"`)
+	a.log.await(t, "capture=redirect", a.done, `reason="istio-cni has redirected the pod: nftables table istio-ambient-`)
+	// And both are what captures: the pod that may talk to the server does, the other does not.
+	b.serve(b.pods[webB], 8080, who)
+	if got, err := b.ask(b.pods[clientA], "10.96.0.10:80"); err != nil || !strings.Contains(got, b.pods[clientA].Addr4.String()) {
+		t.Errorf("by tun: %q, %v", got, err)
+	}
+	if _, err := b.ask(b.pods[otherA], "10.96.0.10:80"); !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("by redirect: %v, want a reset", err)
+	}
+	b.stop(0)
+
+	// Only that backend is used that is asked for.
+	for _, tt := range []struct {
+		capture string
+		want    []string
+	}{
+		{"tun", []string{"pod shop/other", "istio-cni", "ZTUN_CAPTURE=redirect"}},
+		{"redirect", []string{"pod shop/client", "istio-cni", "ZTUN_CAPTURE=tun"}},
+	} {
+		unchanged(t, b.pods[:2], func() {
+			err := b.refused(b.rewrite(0, "explicit.yaml", "capture: auto", "capture: "+tt.capture))
+			mustSay(t, tt.capture, err, false, tt.want...)
+		})
+	}
+}
+
+// What istio-cni's rules leave alone.
+func TestNetnsRedirectLeavesAlone(t *testing.T) {
+	b := newBedWith(t, config.CaptureRedirect)
+	a := b.start(0)
+	b.start(1)
+	for _, h := range []*lab.Host{b.pods[clientA], b.pods[webB]} {
+		b.serve(h, 9091, who)
+	}
+	client := b.pods[clientA]
+	for _, to := range append(each(client, 9091), "127.0.0.1:9091", "[::1]:9091", "127.0.0.2:9091") {
+		if _, err := b.ask(client, to); err != nil {
+			t.Errorf("the pod itself, %s: %v", to, err)
+		}
+	}
+	// A probe of the kubelet has an address of its own, and no policy is asked about it.
+	probe := []string{probeAddress4, probeAddress6}
+	if err := b.Wire().Do(func() error { return addAddresses("br0", probe) }); err != nil {
+		t.Fatal(err)
+	}
+	b.serve(b.pods[webB], 9090, who)
+	for i, to := range each(b.pods[webB], 9090) {
+		if err := b.pods[webB].Do(func() error { return routeOnLink("eth0", probe[i]) }); err != nil {
+			t.Fatal(err)
+		}
+		got, err := b.askFrom(b.Wire().Host, probe[i], to)
+		if err != nil || netip.MustParseAddrPort(got).Addr().Unmap() != netip.MustParseAddr(probe[i]) {
+			t.Errorf("a probe of %s: %q, %v", to, got, err)
+		}
+	}
+	if n := a.node.records.Stats().Opened; n != 0 {
+		t.Errorf("%d connections were captured", n)
+	}
+}
+
+// Nobody reaches the proxy's own ports through it.
+func TestNetnsRedirectRefusesItself(t *testing.T) {
+	b := newBedWith(t, config.CaptureRedirect)
+	a := b.start(0)
+	z := b.start(1)
+	for _, port := range []uint16{outboundPort, inboundPort} {
+		for _, to := range append(each(b.pods[webB], port), addrPort(netip.AddrFrom4([4]byte{127, 0, 0, 1}), port), addrPort(netip.IPv6Loopback(), port)) {
+			from := b.pods[plainB]
+			if netip.MustParseAddrPort(to).Addr().IsLoopback() {
+				from = b.pods[webB]
+			}
+			start := time.Now()
+			if err := b.refusal(from, to); !errors.Is(err, syscall.ECONNRESET) || time.Since(start) > time.Second {
+				t.Errorf("%s: %v after %v, want it reset at once", to, err, time.Since(start))
+			}
+		}
+	}
+	awaitNoneOpen(t, a, z)
+}
+
+// A service that leads back to the pod that asks.
+func TestNetnsServiceLeadsToItself(t *testing.T) { eachBackend(t, checkServiceLeadsToItself) }
+
+func checkServiceLeadsToItself(t *testing.T, b *bed) {
+	z := b.start(1)
+	b.serve(b.pods[webB], 8080, who)
+	for _, to := range []string{"10.96.0.10:80", "[fd96::10]:80"} {
+		got, err := b.ask(b.pods[webB], to)
+		if err != nil || netip.MustParseAddrPort(got).Addr().Unmap() != own(b.pods[webB], to) {
+			t.Errorf("%s: %q, %v, want the pod's own address", to, got, err)
+		}
+	}
+	awaitNoneOpen(t, z)
+}
+
+// Without the process istio-cni's rules lead to ports that nobody listens on.
+func TestNetnsRedirectCrashLetsNothingOut(t *testing.T) {
+	c := newCrashWith(t, config.CaptureRedirect)
+	for _, a := range c.dieUnderLoad() {
+		if !errors.Is(a.err, syscall.ECONNREFUSED) || a.took > 200*time.Millisecond {
+			t.Errorf("%v after the death, %s: %v after %v, want it refused at once", a.after, a.to, a.err, a.took)
+		}
+	}
+	for i, open := range c.open {
+		open.SetDeadline(time.Now().Add(time.Second))
+		if _, err := io.Copy(io.Discard, open); err != nil && !errors.Is(err, syscall.ECONNRESET) {
+			t.Errorf("connection %d from before the crash: %v, want its end", i, err)
+		}
+	}
+	c.child = c.spawnReady(0)
+	for _, to := range slices.Concat([]string{"10.96.0.10:80", "[fd96::10]:80"}, each(c.pods[webB], 8080)) {
+		if err := c.attempt(to); err != nil {
+			t.Errorf("after the restart, %s: %v", to, err)
+		}
+	}
+	if err := c.sniffer.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if n := c.sniffer.Count(); n.ClearBytes != 0 || n.Hits[0] != 0 || n.Hits[1] != 0 || n.Dropped != 0 {
+		t.Errorf("the wire carried %+v, want nothing clear", n)
+	}
+	c.child.stop(t)
+}
+
+// An orderly end leaves nothing behind but istio-cni's rules, which then refuse.
+func TestNetnsRedirectStopLeavesThePodsAsTheyWere(t *testing.T) {
+	b := newBedWith(t, config.CaptureRedirect)
+	b.serve(b.pods[webB], 8080, echo)
+	b.start(1)
+	for range 2 {
+		unchanged(t, b.pods[:2], func() {
+			b.start(0)
+			if err := b.pingPong(b.pods[clientA], "10.96.0.10:80"); err != nil {
+				t.Error(err)
+			}
+			b.stop(0)
+		})
+		if _, err := b.dial(b.pods[clientA], addrPort(b.pods[webB].Addr4, 8080)); !errors.Is(err, syscall.ECONNREFUSED) {
+			t.Errorf("without ztun: %v, want it refused", err)
+		}
+	}
+}
+
+// An application that asks before it reads: what it has sent before the upstream answered is not lost, and what comes in while
+// the set-up waits does not end it.
+func TestNetnsRedirectKeepsEarlyBytes(t *testing.T) {
+	b := newBedWith(t, config.CaptureRedirect)
+	b.start(0)
+	b.start(1)
+	text := strings.Repeat(rand.Text(), 1000)
+	b.serve(b.pods[webB], 8080, func(c net.Conn) {
+		if got, err := io.ReadAll(c); err == nil {
+			c.Write(got)
+		}
+	})
+	for _, to := range []string{"10.96.0.10:80", "[fd96::10]:80"} {
+		c, err := b.dial(b.pods[clientA], to)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.SetDeadline(time.Now().Add(5 * time.Second))
+		io.WriteString(c, text)
+		c.(*net.TCPConn).CloseWrite() // before there is a tunnel
+		if got, err := io.ReadAll(c); err != nil || string(got) != text {
+			t.Errorf("%s: %d bytes, %v, want %d", to, len(got), err, len(text))
+		}
+		c.Close()
+	}
+}
+
+func addAddresses(link string, addrs []string) error {
+	l, err := netlink.LinkByName(link)
+	if err != nil {
+		return err
+	}
+	for _, text := range addrs {
+		a := netip.MustParseAddr(text)
+		addr := &netlink.Addr{IPNet: prefixOf(a)}
+		if a.Is6() {
+			addr.Flags = unix.IFA_F_NODAD
+		}
+		if err := netlink.AddrAdd(l, addr); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func routeOnLink(link, to string) error {
+	l, err := netlink.LinkByName(link)
+	if err != nil {
+		return err
+	}
+	return netlink.RouteAdd(&netlink.Route{LinkIndex: l.Attrs().Index, Dst: prefixOf(netip.MustParseAddr(to)), Scope: netlink.SCOPE_LINK})
+}
+
+func prefixOf(a netip.Addr) *net.IPNet {
+	return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}
+}
