@@ -77,7 +77,7 @@ func TestNodeFileIsAConfiguration(t *testing.T) {
 	if diff := cmp.Diff(want, cfg.Pods); diff != "" {
 		t.Errorf("pods (-want +got):\n%s", diff)
 	}
-	if cfg.NodeName != "node-b" || !cfg.FakeCA || cfg.FakeCARoot != "/tmp/x/root.pem" || cfg.LocalXDSPath != "/tmp/x/mesh.yaml" || cfg.HandoverSocket != "/tmp/x/node-b/ztun.sock" {
+	if cfg.NodeName != "node-b" || cfg.Capture != config.CaptureTUN || !cfg.FakeCA || cfg.FakeCARoot != "/tmp/x/root.pem" || cfg.LocalXDSPath != "/tmp/x/mesh.yaml" || cfg.HandoverSocket != "/tmp/x/node-b/ztun.sock" {
 		t.Errorf("configuration %+v", cfg)
 	}
 }
@@ -147,7 +147,20 @@ func goodReport() Report {
 		SourceIdentity: "a", SourceIdentityExpected: "a", DestinationIdentity: "b", DestinationIdentityExpected: "b",
 		Denied: true, DeniedClient: "c", ClearBytesWithout: 700, Without: Wire{Packets: 20, ClearBytes: 700, RequestHits: 2, ReplyHits: 2},
 		With: Wire{Packets: 60, TunnelBytes: 16000}, SpeedWithout: Speed{40000, 20000}, SpeedWith: Speed{4000, 500},
-		HTTPClient: "curl", ThroughputClient: "iperf3", CongestionControl: "reno", MTU: 1500, DurationSeconds: 8.25,
+		Capture: "tun", HTTPClient: "curl", ThroughputClient: "iperf3", CongestionControl: "reno", MTU: 1500, DurationSeconds: 8.25,
+	}
+}
+
+func TestCaptureOf(t *testing.T) {
+	for _, tt := range []struct{ log, want string }{
+		{"", ""},
+		{"msg=ready pods=2 capture=tun\n", ""},
+		{"level=INFO msg=\"pod captured\" pod=shop/a capture=tun device=ztun0\nmsg=\"pod captured\" pod=shop/b capture=tun\n", "tun"},
+		{"info\tnode\tpod captured\tpod=\"shop/a\" capture=\"tun\"\ninfo\tnode\tpod captured\tcapture=\"redirect\"\n", "redirect,tun"},
+	} {
+		if got := captureOf(tt.log); got != tt.want {
+			t.Errorf("captureOf(%q) = %q, want %q", tt.log, got, tt.want)
+		}
 	}
 }
 
@@ -165,6 +178,7 @@ func TestReportFails(t *testing.T) {
 		{"no answer", func(r *Report) { r.RequestOK = false }, "over IPv4 was not answered"},
 		{"no answer over IPv6", func(r *Report) { r.RequestOK6 = false }, "over IPv6 was not answered"},
 		{"the proxy's address", func(r *Report) { r.ClientAddressSeen6 = "fd77::2:1" }, "saw the client address fd77::2:1 over IPv6, want the pod's own fd77::1:a"},
+		{"another backend", func(r *Report) { r.Capture = "redirect" }, `by "redirect", want "tun"`},
 		{"no source identity", func(r *Report) { r.SourceIdentity = "" }, `source's identity is "", want "a"`},
 		{"another destination", func(r *Report) { r.DestinationIdentity = "x" }, `destination's identity is "x", want "b"`},
 		{"not denied", func(r *Report) { r.Denied = false }, "c was not denied"},

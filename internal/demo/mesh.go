@@ -119,9 +119,9 @@ func nodeFile(node, dir string, members []member) []byte {
 		}
 	}
 	return execute(nodeTemplate, struct {
-		Node, Dir string
-		Members   []member
-	}{node, dir, own})
+		Node, Dir, Backend string
+		Members            []member
+	}{node, dir, backend, own})
 }
 
 var nodeTemplate = template.Must(template.New("node.yaml").Parse(`nodeName: {{.Node}}
@@ -130,6 +130,7 @@ fakeCa: true
 fakeCaRoot: {{.Dir}}/root.pem
 handoverSocket: {{.Dir}}/{{.Node}}/ztun.sock
 logFormat: plain
+capture: {{.Backend}}
 pods:
 {{- range .Members}}
 - {netns: {{.Netns}}, uid: {{.UID}}, name: {{.Role}}, namespace: shop, serviceAccount: {{.Role}}}

@@ -43,6 +43,7 @@ type Report struct {
 	SpeedWith           Speed   `json:"throughput_with_ztun"`
 	SpeedWithout        Speed   `json:"throughput_without"`
 
+	Capture           string  `json:"capture"`           // backend, as the nodes say
 	HTTPClient        string  `json:"http_client"`       // curl, or ztun's own
 	ThroughputClient  string  `json:"throughput_client"` // iperf3, or ztun's own
 	CongestionControl string  `json:"congestion_control"`
@@ -100,6 +101,9 @@ func (r *Report) finish() {
 		} else if *f.seen != *f.expect {
 			r.fail("the server saw the client address %s over %s, want the pod's own %s", *f.seen, f.name, *f.expect)
 		}
+	}
+	if r.Capture != backend {
+		r.fail("the nodes capture their pods by %q, want %q", r.Capture, backend)
 	}
 	if r.SourceIdentity != r.SourceIdentityExpected {
 		r.fail("the source's identity is %q, want %q", r.SourceIdentity, r.SourceIdentityExpected)

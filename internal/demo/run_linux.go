@@ -287,11 +287,16 @@ func (r *run) startNodes(ctx context.Context) error {
 		}
 		r.nodes = append(r.nodes, p)
 	}
+	var said strings.Builder
 	for _, p := range r.nodes {
 		if err := p.ready(ctx); err != nil {
 			return err
 		}
+		said.WriteString(p.log.last(p.log.len()) + "\n")
 	}
+	r.report.Capture = captureOf(said.String())
+	r.text.printf("\n")
+	r.text.line("how the nodes capture their pods", r.report.Capture, r.report.Capture == backend)
 	r.started = true
 	return nil
 }
