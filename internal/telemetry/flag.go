@@ -64,6 +64,9 @@ var reasons = []Reason{
 	ReasonTLS, ReasonTimeout, ReasonRefused, ReasonIdentity, ReasonPolicy, ReasonLimit, ReasonReset,
 }
 
+// Reasons are all of them.
+func Reasons() []Reason { return slices.Clone(reasons) }
+
 // known keeps the set of label values closed.
 func (r Reason) known() Reason {
 	if slices.Contains(reasons, r) {
