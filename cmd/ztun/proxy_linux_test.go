@@ -41,7 +41,7 @@ func TestNetnsProxyEndsOnSignals(t *testing.T) {
 				if err := pod.WaitListening(t.Context(), 15008); err != nil {
 					t.Fatal(err)
 				}
-				p.awaitLine("msg=ready")
+				p.awaitLine("pods=1") // ready
 				p.signal(sig)
 				p.awaitEnd()
 				if code := p.cmd.ProcessState.ExitCode(); code != exitOK {

@@ -3,7 +3,6 @@ package main
 import (
 	"flag"
 	"fmt"
-	"io"
 	"log/slog"
 	"os"
 	"regexp"
@@ -74,7 +73,7 @@ func TestReferenceOfMetrics(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r, err := telemetry.NewRecorder(telemetry.Config{Now: time.Now, Log: slog.New(slog.NewTextHandler(io.Discard, nil))})
+	r, err := telemetry.NewRecorder(telemetry.Config{Now: time.Now, Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -23,9 +23,6 @@ func commas(s string) []string {
 	return list
 }
 
-// accessLogFields can be added to lines of the access log.
-var accessLogFields = []string{"response_flags", "trace_id", "flow_id", "tunnel.local_addr", "policy"}
-
 // A wordsValue is a list of words out of a set.
 type wordsValue struct {
 	p       *[]string

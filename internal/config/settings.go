@@ -4,6 +4,8 @@ import (
 	"math"
 	"strings"
 	"unicode"
+
+	"ztun.dev/ztun/internal/telemetry"
 )
 
 // A Setting describes one setting.
@@ -176,7 +178,7 @@ var settings = []setting{
 	{"RUST_LOG", "rustLog", "info", "what is logged: off, error, warn, info, debug or trace, also per target (info,access=debug)", func(c *Config) value { return (*filterValue)(&c.LogFilter) }, 0, ""},
 	{"AUTHZ_POLICY_INFO_LOGGING", "authzPolicyInfoLogging", "false", "log denials by policy at info instead of debug; only true switches it on", func(c *Config) value { return (*lenientBool)(&c.AuthzPolicyInfoLogging) }, unused, ""},
 	{"ZTUN_METRICS_DROP_LABELS", "metricsDropLabels", "", "labels of the traffic metrics to leave out, or ends of several: revision, version, region, zone, principal", func(c *Config) value { return (*labelsValue)(&c.MetricsDropLabels) }, 0, ""},
-	{"ZTUN_ACCESS_LOG_FIELDS", "accessLogFields", "", "fields to add to lines of the access log: response_flags, trace_id, flow_id, tunnel.local_addr, policy", func(c *Config) value { return wordsValue{&c.AccessLogFields, accessLogFields} }, unused, ""},
+	{"ZTUN_ACCESS_LOG_FIELDS", "accessLogFields", "", "fields to add to lines of the access log: response_flags, trace_id, flow_id, tunnel.local_addr, policy", func(c *Config) value { return wordsValue{&c.AccessLogFields, telemetry.AccessFields()} }, 0, ""},
 
 	{"POOL_MAX_STREAMS_PER_CONNECTION", "poolMaxStreamsPerConnection", "100", "HBONE streams on one connection", func(c *Config) value { return uint16In(&c.PoolMaxStreams, 1) }, 0, ""},
 	{"POOL_UNUSED_RELEASE_TIMEOUT", "poolUnusedReleaseTimeout", "5m", "idle time after which an HBONE connection is closed", func(c *Config) value { return (*durationValue)(&c.PoolUnusedRelease) }, 0, ""},

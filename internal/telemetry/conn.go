@@ -43,19 +43,23 @@ func (p Protocol) String() string {
 
 // Facts are what is known of a connection when it opens. Unknown ones are zero.
 type Facts struct {
-	Direction                     Direction
-	Protocol                      Protocol
-	Src                           netip.AddrPort // who opened it
-	Dst                           netip.AddrPort // outbound: the next hop; inbound HBONE: the pod's address and port 15008; else the original destination
-	OriginalDst                   netip.AddrPort // as the application addressed it
-	HBONEAddr                     string         // the authority of the CONNECT
-	Service                       string         // hostname of the destination service
-	ServiceNamespace, ServiceName string         // of the destination service, for metrics; found by the hostname if empty
-	Source                        *workload.Workload
-	Destination                   *workload.Workload
-	SrcIdentity                   workload.Identity // proven, or our own
-	DstIdentity                   workload.Identity // proven, or our own
-	EarlyFailure                  bool              // the flow failed before anything was decided: a short line
+	Direction        Direction
+	Protocol         Protocol
+	Src              netip.AddrPort // who opened it
+	Dst              netip.AddrPort // outbound: the next hop; inbound HBONE: the pod's address and port 15008; else the original destination
+	OriginalDst      netip.AddrPort // as the application addressed it
+	HBONEAddr        string         // the authority of the CONNECT
+	Service          string         // hostname of the destination service
+	ServiceNamespace string         // of the destination service, as the next; for metrics, found by the hostname if empty
+	ServiceName      string
+	Source           *workload.Workload
+	Destination      *workload.Workload
+	SrcIdentity      workload.Identity // proven, or our own
+	DstIdentity      workload.Identity // proven, or our own
+	TraceID          string            // for the access log, if Config.Fields asks for it, as the next two; they may be set until Finish
+	Policy           string            // that allowed it
+	TunnelLocal      netip.AddrPort    // the node's end of the tunnel
+	EarlyFailure     bool              // the flow failed before anything was decided: a short line
 }
 
 // A Conn is the record of one connection.
@@ -71,6 +75,7 @@ type Conn struct {
 	rec      *Recorder
 	series   *series    // as counted, guarded by the lock of rec
 	counted  [2]uint64  // what of Received and Sent is in series
+	flag     Flag       // how it ended
 	mu       sync.Mutex // guards below
 	close    func(cause error)
 	cause    error // of a Close before there was a closer, or of the one in progress

@@ -133,10 +133,36 @@ func (r *Recorder) line(c *Conn, level, message string, err error, ended bool) [
 	if err != nil {
 		w.str("error", err.Error())
 	}
+	for _, f := range r.cfg.Fields {
+		w.extra(f, c, ended)
+	}
 	if w.json {
 		w.b = append(w.b, '}')
 	}
 	return append(w.b, '\n')
+}
+
+// AccessFields are what lines of the access log may have beside ztunnel's fields.
+func AccessFields() []string {
+	return []string{"response_flags", "trace_id", "flow_id", "tunnel.local_addr", "policy"}
+}
+
+// extra is one of AccessFields, if it is known.
+func (w *lineWriter) extra(field string, c *Conn, ended bool) {
+	switch field {
+	case "response_flags":
+		if ended {
+			w.str(field, c.flag.String())
+		}
+	case "trace_id":
+		w.str(field, c.TraceID)
+	case "flow_id":
+		w.num(field, c.ID)
+	case "tunnel.local_addr":
+		w.addr(field, c.TunnelLocal)
+	case "policy":
+		w.str(field, c.Policy)
+	}
 }
 
 // hboneAddr is the authority as it may stand bare in a line: it comes from a peer.

@@ -22,6 +22,7 @@ type Config struct {
 	Opened bool      // a line when a connection opens, too; without Levels
 	Levels *Levels   // which lines are written: those of AccessTarget; nil: all but those of Opened
 	JSON   bool      // lines are JSON objects
+	Fields []string  // of AccessFields, that lines have beside ztunnel's
 	Log    *slog.Logger
 
 	Registerer prometheus.Registerer          // of the traffic metrics; nil: none
@@ -130,11 +131,12 @@ func (r *Recorder) finish(c *Conn, err error) {
 	if err != nil {
 		flag, reason = r.cfg.Classify(err)
 	}
+	c.flag = min(flag, flagCount-1)
 	now := r.cfg.Now()
 	r.mu.Lock()
 	delete(r.open, c)
 	c.count()
-	c.series.closed[min(flag, flagCount-1)]++
+	c.series.closed[c.flag]++
 	if c.series.open--; c.series.open == 0 {
 		c.series.idle = now
 	}

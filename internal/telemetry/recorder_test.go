@@ -113,6 +113,35 @@ func TestInboundCountsFromTheApplicationsSide(t *testing.T) {
 	}
 }
 
+func TestLinesHaveTheFieldsThatAreAskedFor(t *testing.T) {
+	for _, tt := range []struct {
+		name   string
+		fields []string
+		err    error
+		want   string // the end of the line
+	}{
+		{"none", nil, nil, ` duration="0ms"`},
+		{"order", []string{"flow_id", "response_flags"}, nil, ` duration="0ms" flow_id=1 response_flags="-"`},
+		{"after the error", []string{"response_flags"}, denied{}, ` error="denied" response_flags="DENY"`},
+		{"all", AccessFields(), nil, ` response_flags="-" trace_id="abc" flow_id=1 tunnel.local_addr=10.0.0.1:15008 policy="shop/allow"`},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			l := newLab(t, Config{Fields: tt.fields})
+			f := outbound()
+			f.TraceID, f.Policy, f.TunnelLocal = "abc", "shop/allow", netip.MustParseAddrPort("10.0.0.1:15008")
+			l.Open(f, nil).Finish(tt.err)
+			if got := l.written(t); !strings.HasSuffix(got, tt.want+"\n") {
+				t.Errorf("line %q does not end with %q", got, tt.want)
+			}
+		})
+	}
+	l := newLab(t, Config{Fields: AccessFields()})
+	l.Open(outbound(), nil).Finish(nil)
+	if got := l.written(t); !strings.HasSuffix(got, ` response_flags="-" flow_id=1`+"\n") {
+		t.Errorf("line %q has fields of which nothing is known", got)
+	}
+}
+
 func TestTextOfPeersCannotBreakALine(t *testing.T) {
 	l := newLab(t, Config{})
 	f := outbound()
