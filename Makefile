@@ -44,6 +44,12 @@ fuzz: ## each fuzz target for FUZZTIME (10s)
 bench: ## every benchmark, into bench.txt for benchstat
 	$(GO) test -run '^$$' -bench . -benchmem -count 10 ./... | tee bench.txt
 
+BENCHNET ?=
+.PHONY: bench-net
+bench-net: build ## what ztun costs beside direct traffic, into bin/bench-net.json (as root, about 4 min; BENCHNET=-quick: 1 min)
+	$(GO) build -trimpath -o bin/bench-net ./internal/benchnet
+	flock $(LOCK) bin/bench-net -ztun bin/ztun -json bin/bench-net.json $(BENCHNET)
+
 bin/golangci-lint-$(GOLANGCI):
 	GOBIN=$(CURDIR)/bin $(GO) install github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(GOLANGCI)
 	mv bin/golangci-lint $@

@@ -1,0 +1,296 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+)
+
+// A figure is one value of a row.
+type figure struct {
+	row   string
+	value float64
+}
+
+// A measurement gives the figures of one or more rows.
+type measurement struct {
+	name string
+	rows []row
+	take func(ctx context.Context, b *bed, p *path, d time.Duration) ([]figure, error)
+}
+
+// measurements are those of a round, in the order of their rows.
+func measurements() []measurement {
+	var all []measurement
+	for _, streams := range []int{1, 8} {
+		for _, direction := range []string{"up", "down"} {
+			all = append(all, bulkMeasurement(streams, direction))
+		}
+	}
+	for _, conns := range []int{1, 32} {
+		all = append(all, pingpongMeasurement(conns))
+	}
+	for _, workers := range []int{1, 32} {
+		all = append(all, connectMeasurement(workers))
+	}
+	return append(all, besideMeasurement("same-pod"), besideMeasurement("other-pod"))
+}
+
+// through takes a measurement and makes sure that ztun was on the path, where it is to be.
+func (m *measurement) through(ctx context.Context, b *bed, p *path, d time.Duration) ([]figure, error) {
+	nodes := p.through()
+	before := make([]int64, len(nodes))
+	for i, z := range nodes {
+		before[i] = z.records.Load()
+	}
+	figures, err := m.take(ctx, b, p, d)
+	if err != nil {
+		return nil, err
+	}
+	for i, z := range nodes {
+		if err := z.served(ctx, before[i]); err != nil {
+			return nil, err
+		}
+	}
+	return figures, nil
+}
+
+func bulkMeasurement(streams int, direction string) measurement {
+	name := fmt.Sprintf("bulk/%d/%s", streams, direction)
+	cpu := fmt.Sprintf("cpu/%d/%s", streams, direction)
+	text := fmt.Sprintf("%s %s", plural(streams, "stream"), direction)
+	return measurement{
+		name: name,
+		rows: []row{
+			{Name: name, Title: text, Unit: "Gbit/s", Better: higher},
+			{Name: cpu + "/source", Title: "CPU at the source, " + text, Unit: "s/GB", Better: lower},
+			{Name: cpu + "/destination", Title: "CPU at the destination, " + text, Unit: "s/GB", Better: lower},
+		},
+		take: func(ctx context.Context, b *bed, p *path, d time.Duration) ([]figure, error) {
+			sides := []struct {
+				name string
+				pid  int
+				used float64
+			}{{name: "source", pid: p.source()}, {name: "destination", pid: p.destination()}}
+			clock := func(sign float64) error {
+				for i := range sides {
+					if s := &sides[i]; s.pid != 0 {
+						t, err := cpuTime(s.pid)
+						if err != nil {
+							return err
+						}
+						s.used += sign * t
+					}
+				}
+				return nil
+			}
+			if err := clock(-1); err != nil {
+				return nil, err
+			}
+			var r bulkResult
+			err := runTool(ctx, p.client, d, &r, "bench-bulk", "-addr", p.bulk(), "-streams", fmt.Sprint(streams), fmt.Sprintf("-down=%t", direction == "down"), "-time", d.String())
+			if err != nil {
+				return nil, err
+			}
+			if err := clock(1); err != nil {
+				return nil, err
+			}
+			figures := []figure{{name, r.gbits()}}
+			for _, s := range sides {
+				if s.pid != 0 {
+					figures = append(figures, figure{cpu + "/" + s.name, s.used / (float64(r.Bytes) / 1e9)})
+				}
+			}
+			return figures, nil
+		},
+	}
+}
+
+func pingpongMeasurement(conns int) measurement {
+	name := fmt.Sprintf("pingpong/%d", conns)
+	title := plural(conns, "connection")
+	return measurement{
+		name: name,
+		rows: []row{
+			{Name: name + "/p50", Title: "ping-pong p50, " + title, Unit: "µs", Better: lower},
+			{Name: name + "/p99", Title: "ping-pong p99, " + title, Unit: "µs", Better: lower},
+		},
+		take: func(ctx context.Context, b *bed, p *path, d time.Duration) ([]figure, error) {
+			var r pingpongResult
+			if err := runTool(ctx, p.client, d, &r, "bench-pingpong", "-addr", p.small(), "-conns", fmt.Sprint(conns), "-time", d.String()); err != nil {
+				return nil, err
+			}
+			return []figure{{name + "/p50", r.P50 * 1e6}, {name + "/p99", r.P99 * 1e6}}, nil
+		},
+	}
+}
+
+func connectMeasurement(workers int) measurement {
+	name := fmt.Sprintf("connect/%d", workers)
+	return measurement{
+		name: name,
+		rows: []row{{Name: name, Title: "connect-request-close, " + plural(workers, "worker"), Unit: "1/s", Better: higher}},
+		take: func(ctx context.Context, b *bed, p *path, d time.Duration) ([]figure, error) {
+			var r connectResult
+			if err := runTool(ctx, p.client, d, &r, "bench-connect", "-addr", p.small(), "-workers", fmt.Sprint(workers), "-time", d.String()); err != nil {
+				return nil, err
+			}
+			if r.Failed > 0 {
+				return nil, fmt.Errorf("benchnet: %d of %d connections failed, the first: %s", r.Failed, r.Failed+r.Connections, r.FirstError)
+			}
+			return []figure{{name, float64(r.Connections) / r.Seconds}}, nil
+		},
+	}
+}
+
+// besideMeasurement is a ping-pong while a pod sends eight streams to the same server: the pod of the ping-pong, or another one
+// of its node.
+func besideMeasurement(which string) measurement {
+	name := "beside/" + which
+	title := map[string]string{"same-pod": "of the same pod", "other-pod": "of another pod"}[which]
+	return measurement{
+		name: name,
+		rows: []row{
+			{Name: name + "/p50", Title: "ping-pong p50 beside 8 streams up " + title, Unit: "µs", Better: lower},
+			{Name: name + "/p99", Title: "ping-pong p99 beside 8 streams up " + title, Unit: "µs", Better: lower},
+		},
+		take: func(ctx context.Context, b *bed, p *path, d time.Duration) ([]figure, error) {
+			asks := p.client
+			if which == "other-pod" {
+				asks = p.neighbour
+			}
+			bulk, err := startBackground(ctx, p.client, slack, running, "bench-bulk", "-addr", p.bulk(), "-streams", "8", "-announce", "-time", (d + slack).String())
+			if err != nil {
+				return nil, err
+			}
+			defer bulk.end()
+			var r pingpongResult
+			warmup := d / 5
+			err = runTool(ctx, asks, d+warmup, &r, "bench-pingpong", "-addr", p.small(), "-warmup", warmup.String(), "-time", d.String())
+			if err != nil {
+				return nil, err
+			}
+			return []figure{{name + "/p50", r.P50 * 1e6}, {name + "/p99", r.P99 * 1e6}}, nil
+		},
+	}
+}
+
+func plural(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}
+
+// measure does everything. What could not be measured is in the report and in the error; the report is nil if nothing was.
+func measure(ctx context.Context, o options) (_ *report, err error) {
+	if _, err := os.Stat(o.ztun); err != nil {
+		return nil, fmt.Errorf("benchnet: the binary: %w", err)
+	}
+	dir, err := os.MkdirTemp("", "ztun-benchnet-")
+	if err != nil {
+		return nil, fmt.Errorf("benchnet: %w", err)
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	r, err := newReport(ctx, o)
+	if err != nil {
+		return nil, err
+	}
+	defer r.finish()
+	for _, w := range r.Facts.Warnings {
+		o.say("warning: %s", w)
+	}
+	if err := measurePods(ctx, o, dir, r); err != nil {
+		return r, err
+	}
+	b, err := newBed(ctx, o.ztun, dir)
+	if err != nil {
+		return r, err
+	}
+	defer func() { err = errors.Join(err, b.close()) }()
+	r.Facts.CongestionControl, r.Facts.MTU = b.lab.CongestionControl(), b.lab.MTU()
+	if err := b.measureIdle(ctx, o, r); err != nil {
+		return r, err
+	}
+	if err := b.rounds(ctx, o, r); err != nil {
+		return r, err
+	}
+	return r, r.failures()
+}
+
+// rounds takes each measurement on each path as often as asked for, with the paths in another order each time.
+func (b *bed) rounds(ctx context.Context, o options, r *report) error {
+	all := measurements()
+	wanted := false
+	for i := range all {
+		r.addRows(all[i].rows)
+		wanted = wanted || len(b.chosen(o, all[i].name, 0)) > 0
+	}
+	if !wanted {
+		return nil
+	}
+	if err := b.startZtun(ctx); err != nil {
+		return err
+	}
+	for round := range o.rounds {
+		o.say("round %d of %d", round+1, o.rounds)
+		for _, m := range all {
+			for _, p := range b.chosen(o, m.name, round) {
+				figures, err := m.through(ctx, b, p, o.duration)
+				if ctx.Err() != nil {
+					return context.Cause(ctx)
+				}
+				if err != nil {
+					r.fail(m.name, p.name, err)
+					continue
+				}
+				for _, f := range figures {
+					r.add(f.row, p.name, round, f.value)
+				}
+			}
+		}
+	}
+	if o.profile == "" {
+		return nil
+	}
+	return b.profiles(ctx, o, all)
+}
+
+// chosen are the paths on which to take a measurement. Direct is with them if any is.
+func (b *bed) chosen(o options, name string, round int) []*path {
+	var some []*path
+	for _, p := range b.paths[1:] {
+		if o.wants(name, p.name) {
+			some = append(some, p)
+		}
+	}
+	if len(some) > 0 || o.wants(name, pathDirect) {
+		some = append([]*path{b.paths[0]}, some...)
+	}
+	if len(some) > 0 {
+		first := round % len(some)
+		some = append(some[first:len(some):len(some)], some[:first]...)
+	}
+	return some
+}
+
+// profiles writes a CPU profile of each process of ztun for each measurement.
+func (b *bed) profiles(ctx context.Context, o options, all []measurement) error {
+	if err := os.MkdirAll(o.profile, 0o755); err != nil {
+		return fmt.Errorf("benchnet: %w", err)
+	}
+	for _, m := range all {
+		for _, p := range b.chosen(o, m.name, 0) {
+			for _, z := range p.through() {
+				file := filepath.Join(o.profile, fmt.Sprintf("%s.%s.%s.pprof", fileName(m.name), p.name, z.name))
+				if err := b.profile(ctx, &m, p, z, file); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,123 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// sockaddr is an IPv4 address and port as system calls take it. It belongs to one thread.
+func sockaddr(text string) (*unix.SockaddrInet4, error) {
+	a, err := netip.ParseAddrPort(text)
+	if err != nil || !a.Addr().Is4() {
+		return nil, fmt.Errorf("%q is not an IPv4 address and port", text)
+	}
+	return &unix.SockaddrInet4{Addr: a.Addr().As4(), Port: int(a.Port())}, nil
+}
+
+// listen makes a socket that listens on all addresses. Connections inherit TCP_NODELAY from it.
+func listen(port, flags int) (int, error) {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|flags, 0)
+	if err != nil {
+		return 0, os.NewSyscallError("socket", err)
+	}
+	for _, o := range []struct{ level, name int }{{unix.SOL_SOCKET, unix.SO_REUSEADDR}, {unix.IPPROTO_TCP, unix.TCP_NODELAY}} {
+		if err := unix.SetsockoptInt(fd, o.level, o.name, 1); err != nil {
+			return 0, os.NewSyscallError("setsockopt", err)
+		}
+	}
+	if err := unix.Bind(fd, &unix.SockaddrInet4{Port: port}); err != nil {
+		return 0, os.NewSyscallError(fmt.Sprintf("bind to port %d", port), err)
+	}
+	return fd, os.NewSyscallError("listen", unix.Listen(fd, 4096))
+}
+
+// accept is accept4 without the peer's address, for which unix.Accept4 allocates.
+func accept(fd, flags int) (int, error) {
+	for {
+		c, _, errno := unix.Syscall6(unix.SYS_ACCEPT4, uintptr(fd), 0, 0, uintptr(flags|unix.SOCK_CLOEXEC), 0, 0)
+		switch errno {
+		case 0:
+			return int(c), nil
+		case unix.EINTR, unix.ECONNABORTED:
+		default:
+			return -1, errno
+		}
+	}
+}
+
+// connect makes a blocking connection.
+func connect(to *unix.SockaddrInet4) (int, error) {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return -1, os.NewSyscallError("socket", err)
+	}
+	for {
+		switch err := unix.Connect(fd, to); err {
+		case nil, unix.EISCONN:
+			return fd, nil
+		case unix.EINTR, unix.EALREADY:
+			// The attempt goes on; asking again waits for it.
+		default:
+			unix.Close(fd)
+			return -1, os.NewSyscallError("connect", err)
+		}
+	}
+}
+
+// read is one read(2). Its error at the end of the stream is nil.
+func read(fd int, b []byte) (int, error) {
+	for {
+		if n, err := unix.Read(fd, b); err != unix.EINTR {
+			return n, err
+		}
+	}
+}
+
+// readFull fills b.
+func readFull(fd int, b []byte) error {
+	for len(b) > 0 {
+		n, err := read(fd, b)
+		switch {
+		case err != nil:
+			return os.NewSyscallError("read", err)
+		case n == 0:
+			return io.ErrUnexpectedEOF
+		}
+		b = b[n:]
+	}
+	return nil
+}
+
+// write is one write(2).
+func write(fd int, b []byte) (int, error) {
+	for {
+		if n, err := unix.Write(fd, b); err != unix.EINTR {
+			return n, err
+		}
+	}
+}
+
+// writeFull writes all of b.
+func writeFull(fd int, b []byte) error {
+	for len(b) > 0 {
+		n, err := write(fd, b)
+		if err != nil {
+			return os.NewSyscallError("write", err)
+		}
+		b = b[n:]
+	}
+	return nil
+}
+
+// descriptors is how many this process may have open.
+func descriptors() (int, error) {
+	var l unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &l); err != nil {
+		return 0, os.NewSyscallError("getrlimit", err)
+	}
+	return int(min(l.Max, 1<<20)), nil
+}
