@@ -76,6 +76,9 @@ var missing = []struct {
 	{"crlPath", func(c *Config) string {
 		return when(c.CRLPath != "", "revocation is not built yet: peers with revoked certificates would be accepted")
 	}},
+	{"crlMode", func(c *Config) string {
+		return when(c.CRLMode == CRLStrict, "revocation is not built yet: peers of which nothing is known would be accepted")
+	}},
 	{"compliancePolicy", func(c *Config) string {
 		return when(c.CompliancePolicy == "pqc", "pqc is not built yet: peers without it would be accepted")
 	}},

@@ -434,6 +434,7 @@ func TestCheck(t *testing.T) {
 		{`PROXY_CONFIG={"discoveryAddress":"istiod:15012"}`, "XDS_ADDRESS (PROXY_CONFIG discoveryAddress): xDS is not built yet"},
 		{"CA_ADDRESS=https://istiod:15012", "set FAKE_CA=true"},
 		{"CRL_PATH=/crl.pem", "CRL_PATH (environment CRL_PATH): revocation is not built yet"},
+		{"ZTUN_CRL_MODE=strict", "revocation is not built yet"},
 		{"COMPLIANCE_POLICY=pqc", "pqc is not built yet"},
 		{"ZTUN_FAIL_MODE=open", "ZTUN_FAIL_MODE=open (environment ZTUN_FAIL_MODE): on a node"},
 		{"PROXY_MODE=dedicated", "dedicated mode is not built yet"},
