@@ -35,6 +35,9 @@ type Config struct {
 	// ResolvConf is /etc/resolv.conf as the programs see it that [Host.Command] starts. Empty leaves them the machine's own.
 	ResolvConf string
 
+	// HopMTU adds a router with this MTU, in bytes, to the wire, through which [Lab.Detour] leads packets; 0 adds none.
+	HopMTU int
+
 	// TimeWaitBuckets limits the connections in TIME_WAIT of each namespace (tcp_max_tw_buckets), for measurements of many short
 	// connections; 0 leaves the kernel's default.
 	TimeWaitBuckets int
@@ -51,6 +54,8 @@ func (c *Config) check() error {
 		return fmt.Errorf("lab: %d pods for each node; want 0 to %d", c.PodsPerNode, maxPods)
 	case c.MTU < 576 || c.MTU > 65535:
 		return fmt.Errorf("lab: MTU %d; want 576 to 65535", c.MTU)
+	case c.HopMTU != 0 && (c.HopMTU < 576 || c.HopMTU > c.MTU || c.IPv6 && c.HopMTU < 1280):
+		return fmt.Errorf("lab: MTU %d of the router; want 576 to %d, with IPv6 1280 at least", c.HopMTU, c.MTU)
 	case c.IPv6 && c.MTU < 1280:
 		return fmt.Errorf("lab: MTU %d; IPv6 wants 1280 at least (RFC 8200, section 5)", c.MTU)
 	}
@@ -62,6 +67,7 @@ type Lab struct {
 	cfg        Config
 	congestion string
 	wire       *Wire
+	hop        *Host // nil: none
 	nodes      []*Host
 	pods       [][]*Host // by node
 
@@ -97,6 +103,11 @@ func (l *Lab) build(ctx context.Context) error {
 	l.wire = &Wire{wire}
 	if err := l.wire.bridge(proc); err != nil {
 		return err
+	}
+	if l.cfg.HopMTU != 0 {
+		if err := l.addHop(proc); err != nil {
+			return err
+		}
 	}
 	for i := range l.cfg.Nodes {
 		if err := ctx.Err(); err != nil {
@@ -166,6 +177,9 @@ func (l *Lab) hosts() []*Host {
 	var all []*Host
 	if l.wire != nil {
 		all = append(all, l.wire.Host)
+	}
+	if l.hop != nil {
+		all = append(all, l.hop)
 	}
 	return append(append(all, l.nodes...), l.Pods()...)
 }

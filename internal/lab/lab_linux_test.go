@@ -103,6 +103,8 @@ func TestConfigErrors(t *testing.T) {
 		{Config{}, "lab: 0 nodes; want 1 to 250"},
 		{Config{Nodes: 1, PodsPerNode: 241}, "lab: 241 pods for each node; want 0 to 240"},
 		{Config{Nodes: 1, MTU: 100}, "lab: MTU 100; want 576 to 65535"},
+		{Config{Nodes: 1, HopMTU: 1501}, "lab: MTU 1501 of the router; want 576 to 1500, with IPv6 1280 at least"},
+		{Config{Nodes: 1, HopMTU: 1000, IPv6: true}, "lab: MTU 1000 of the router; want 576 to 1500, with IPv6 1280 at least"},
 		{Config{Nodes: 1, MTU: 1000, IPv6: true}, "lab: MTU 1000; IPv6 wants 1280 at least (RFC 8200, section 5)"},
 	}
 	for _, tt := range tests {

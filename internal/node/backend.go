@@ -86,11 +86,13 @@ func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay,
 	if err != nil {
 		return nil, err
 	}
-	if b.icmp, err = u.ListenICMP(b.device.HasIPv6()); err != nil {
-		return nil, err
-	}
-	if err := b.icmp.Start(b.stack.Inject); err != nil {
-		return nil, err
+	if !n.noICMPRelay {
+		if b.icmp, err = u.ListenICMP(b.device.HasIPv6()); err != nil {
+			return nil, err
+		}
+		if err := b.icmp.Start(b.stack.Inject); err != nil {
+			return nil, err
+		}
 	}
 	log.Info("pod captured", "device", tun.DefaultName, "addresses", b.device.Addrs(), "ingress_mark", b.device.MarkedBy())
 	return b, nil

@@ -39,6 +39,7 @@ type bed struct {
 	pods []*lab.Host
 
 	capture config.Capture // of all nodes
+	options Options        // of all nodes, but for the output
 	nodes   [2]*process
 }
 
@@ -106,8 +107,15 @@ func newBed(t *testing.T) *bed {
 // newBedWith is newBed for either backend: pods for redirect have istio-cni's rules already.
 func newBedWith(t *testing.T, capture config.Capture) *bed {
 	t.Helper()
+	return newBedOn(t, capture, lab.Config{})
+}
+
+// newBedOn is newBedWith on a lab of which something is special.
+func newBedOn(t *testing.T, capture config.Capture, cfg lab.Config) *bed {
+	t.Helper()
 	requireRoot(t)
-	l, err := lab.New(t.Context(), lab.Config{Nodes: 2, PodsPerNode: 2, IPv6: true, ResolvConf: "nameserver 10.96.0.53\noptions timeout:2 attempts:1\n"})
+	cfg.Nodes, cfg.PodsPerNode, cfg.IPv6, cfg.ResolvConf = 2, 2, true, "nameserver 10.96.0.53\noptions timeout:2 attempts:1\n"
+	l, err := lab.New(t.Context(), cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -210,8 +218,10 @@ func (b *bed) launch(i int) *process {
 	b.t.Helper()
 	ctx, stop := context.WithCancel(context.Background())
 	p := &process{stop: stop, done: make(chan struct{}), out: newLogBuffer(), log: newLogBuffer()}
+	o := b.options
+	o.Stdout, o.Stderr = p.out, p.log
 	var err error
-	if p.node, err = build(b.load(i), Options{Stdout: p.out, Stderr: p.log}); err != nil {
+	if p.node, err = build(b.load(i), o); err != nil {
 		b.t.Fatal(err)
 	}
 	go func() {

@@ -52,6 +52,7 @@ type Node struct {
 	pods       []*pod
 
 	failOpenRoute bool // tests only: the positive control of what fails closed
+	noICMPRelay   bool // tests only: the positive control of the relay
 }
 
 // ErrInvalid is wrapped by errors that the user mends in the configuration, or in a file that it names.
@@ -65,6 +66,10 @@ type Options struct {
 	// FailOpenRoute leaves out the route that holds traffic back when the process is dead, so that a test can see its
 	// detector work. No configuration leads here.
 	FailOpenRoute bool
+
+	// NoICMPRelay leaves the netstacks without the ICMP errors that the kernel receives, so that a test can see what the relay
+	// is for. No configuration leads here.
+	NoICMPRelay bool
 }
 
 // Run serves the pods of the configuration until ctx ends, then ends in order. An error that wraps ErrInvalid is the
@@ -81,7 +86,7 @@ func Run(ctx context.Context, cfg *config.Config, o Options) error {
 // build makes everything that does not touch the system.
 func build(cfg *config.Config, o Options) (*Node, error) {
 	n := &Node{
-		cfg: cfg, log: newLogger(cfg, o.Stderr), rand: rand.Uint64, failOpenRoute: o.FailOpenRoute,
+		cfg: cfg, log: newLogger(cfg, o.Stderr), rand: rand.Uint64, failOpenRoute: o.FailOpenRoute, noICMPRelay: o.NoICMPRelay,
 		generation: uint64(time.Now().UnixNano()), limits: stack.NewLimits(int(cfg.MaxInFlight)), workers: cfg.WorkerThreads.Count(runtime.NumCPU()),
 	}
 	st, err := loadState(cfg)
