@@ -17,6 +17,13 @@ import (
 type backend interface {
 	serve(ctx context.Context) error // until ctx ends
 	close(ctx context.Context) error // gives the pod its network back; after serve
+	refusals() refusals
+}
+
+// refusals count attempts that limits refused.
+type refusals struct {
+	evicted uint64 // at the pod's limit, for newer ones
+	limited uint64 // at the limit of the process
 }
 
 // A choice is the backend of a pod and why it is that one.
@@ -100,6 +107,11 @@ func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay,
 
 func (b *tunBackend) serve(ctx context.Context) error { return b.stack.Read(ctx) }
 
+func (b *tunBackend) refusals() refusals {
+	s := b.stack.Stats()
+	return refusals{evicted: s.Drops[stack.DropEvicted], limited: s.Drops[stack.DropLimit]}
+}
+
 func (b *tunBackend) close(ctx context.Context) (err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
 	defer cancel()
@@ -145,6 +157,11 @@ func (n *Node) openRedirect(spec *podSpec, u *underlay.Underlay, log *slog.Logge
 func (b *redirectBackend) serve(ctx context.Context) error {
 	<-ctx.Done()
 	return nil
+}
+
+func (b *redirectBackend) refusals() refusals {
+	evicted, limited := b.listeners.Refused()
+	return refusals{evicted, limited}
 }
 
 func (b *redirectBackend) close(ctx context.Context) error { return b.listeners.Close(ctx) }

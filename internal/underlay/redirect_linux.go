@@ -38,7 +38,8 @@ type Redirect struct {
 	mu      sync.Mutex // guards below
 	pending map[*redirected]struct{}
 	oldest  []*redirected // in the order of their arrival; ended ones are skipped
-	refused uint64
+	evicted uint64
+	limited uint64
 }
 
 // A RedirectConfig configures a Redirect.
@@ -108,8 +109,12 @@ func (r *Redirect) Addrs() (list []netip.AddrPort) {
 	return list
 }
 
-// Refused counts connections that a limit refused.
-func (r *Redirect) Refused() uint64 { r.mu.Lock(); defer r.mu.Unlock(); return r.refused }
+// Refused counts connections that were refused: at the pod's limit, for newer ones, and at that of the process.
+func (r *Redirect) Refused() (evicted, limited uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.evicted, r.limited
+}
 
 // Close closes the listeners and resets connections without a decision.
 func (r *Redirect) Close(ctx context.Context) (err error) {
@@ -173,14 +178,14 @@ func (pendingTask) String() string { return "a redirected connection without a d
 func (r *Redirect) admit(q *redirected) bool {
 	if r.limits != nil && !r.limits.Acquire() {
 		r.mu.Lock()
-		r.refused++
+		r.limited++
 		r.mu.Unlock()
 		return false
 	}
 	var evicted *redirected
 	r.mu.Lock()
 	if len(r.pending) >= r.max {
-		r.refused++
+		r.evicted++
 		evicted = r.takeOldest()
 	}
 	r.pending[q] = struct{}{}

@@ -113,10 +113,16 @@ func (h *recordingHandler) ServeUDP(_ context.Context, c stack.UDPConn) {
 
 func startRedirect(t *testing.T, limit int) (*Underlay, *Redirect, *recordingHandler) {
 	t.Helper()
+	return startRedirectIn(t, limit, stack.NewLimits(0))
+}
+
+// startRedirectIn is startRedirect in a process with limits.
+func startRedirectIn(t *testing.T, limit int, limits *stack.Limits) (*Underlay, *Redirect, *recordingHandler) {
+	t.Helper()
 	u := newUnderlay(t)
 	redirectRules(t, u)
 	h := &recordingHandler{tcp: make(chan tcpCall, 64), udp: make(chan stack.Flow, 64)}
-	r, err := u.ListenRedirect(RedirectConfig{Handler: h, Limits: stack.NewLimits(0), MaxPending: limit, IPv6: true})
+	r, err := u.ListenRedirect(RedirectConfig{Handler: h, Limits: limits, MaxPending: limit, IPv6: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -246,11 +252,31 @@ func TestNetnsRedirectLimitEvictsTheOldest(t *testing.T) {
 	if _, err := apps[0].Read(make([]byte, 1)); !errors.Is(err, unix.ECONNRESET) {
 		t.Errorf("FP-17: the oldest reads %v, want a reset", err)
 	}
-	if calls[1].ctx.Err() != nil || calls[2].ctx.Err() != nil || r.Refused() != 1 {
-		t.Errorf("FP-17: younger requests ended, or %d refusals counted instead of 1", r.Refused())
+	if evicted, limited := r.Refused(); calls[1].ctx.Err() != nil || calls[2].ctx.Err() != nil || evicted != 1 || limited != 0 {
+		t.Errorf("FP-17: younger requests ended, or %d evictions and %d refusals counted instead of 1 and 0", evicted, limited)
 	}
 	calls[1].req.Reset()
 	calls[2].req.Reset()
+}
+
+func TestNetnsRedirectLimitOfTheProcess(t *testing.T) {
+	limits := stack.NewLimits(1)
+	u, r, h := startRedirectIn(t, 2, limits)
+	app(t, u, "tcp", "203.0.113.9:80")
+	first := <-h.tcp
+	second := app(t, u, "tcp", "203.0.113.9:80")
+	if _, err := second.Read(make([]byte, 1)); !errors.Is(err, unix.ECONNRESET) {
+		t.Errorf("FP-17: at the limit of the process the new connection reads %v, want a reset", err)
+	}
+	if evicted, limited := r.Refused(); first.ctx.Err() != nil || evicted != 0 || limited != 1 {
+		t.Errorf("FP-17: the older request ended, or %d evictions and %d refusals counted instead of 0 and 1", evicted, limited)
+	}
+	first.req.Reset()
+	app(t, u, "tcp", "203.0.113.9:80")
+	(<-h.tcp).req.Reset()
+	if n := limits.InFlight(); n != 0 {
+		t.Errorf("%d in flight after all", n)
+	}
 }
 
 func TestNetnsRedirectedQuestions(t *testing.T) {
