@@ -5,7 +5,8 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"sync"
+
+	"golang.org/x/sys/unix"
 )
 
 // opened is what bench-idle says once all of its connections are there.
@@ -20,37 +21,42 @@ func idleTool(fs *flag.FlagSet, args []string) (any, error) {
 	}
 	const workers = 16
 	ownThreads(workers)
-	errs := make([]error, workers)
-	var wg sync.WaitGroup
+	done := make(chan error, workers)
 	for w := range workers {
 		to, err := sockaddr(*addr)
 		if err != nil {
 			return nil, err
 		}
-		wg.Go(func() {
-			var message [messageBytes]byte
-			message[0] = verbEcho
-			for i := w; i < *conns && errs[w] == nil; i += workers {
-				fd, err := connect(to)
-				if err == nil {
-					err = writeFull(fd, message[:])
-				}
-				if err == nil {
-					err = readFull(fd, message[:])
-				}
-				if err != nil {
-					errs[w] = fmt.Errorf("connection %d: %w", i, err)
+		go func() {
+			for i := w; i < *conns; i += workers {
+				if err := openOne(to); err != nil {
+					done <- fmt.Errorf("connection %d: %w", i, err)
+					return
 				}
 			}
-		})
+			done <- nil
+		}()
 	}
-	wg.Wait()
-	for _, err := range errs {
-		if err != nil {
-			return nil, err
+	for range workers {
+		if err := <-done; err != nil {
+			return nil, err // others may wait for ever
 		}
 	}
 	fmt.Print(opened)
 	_, err := io.Copy(io.Discard, os.Stdin)
 	return nil, err
+}
+
+// openOne opens a connection that stays, and sees a message answered.
+func openOne(to *unix.SockaddrInet4) error {
+	var message [messageBytes]byte
+	message[0] = verbEcho
+	fd, err := connect(to)
+	if err != nil {
+		return err
+	}
+	if err := writeFull(fd, message[:]); err != nil {
+		return err
+	}
+	return readFull(fd, message[:])
 }

@@ -15,6 +15,8 @@ const (
 	podsRow  = "rss/namespace"
 	idleName = "rss/idle"
 	basePods = 2 // that a process has before memory is compared
+
+	openWithin = 30 * time.Second // all idle connections
 )
 
 // measurePods compares the memory of a process with few namespaces and with many, in a network of its own.
@@ -112,7 +114,7 @@ func (b *bed) idle(ctx context.Context, p *path, conns int, r *report) error {
 			}
 		}
 	}
-	held, err := startBackground(ctx, p.client, time.Minute, opened, "bench-idle", "-addr", p.small(), "-conns", fmt.Sprint(conns))
+	held, err := startBackground(ctx, p.client, openWithin, opened, "bench-idle", "-addr", p.small(), "-conns", fmt.Sprint(conns))
 	if err != nil {
 		return err
 	}
