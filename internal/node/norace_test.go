@@ -2,5 +2,8 @@
 
 package node
 
-// bulkBytes is what a bulk transfer moves each way.
-const bulkBytes = 100_000_000
+const (
+	bulkBytes  = 100_000_000 // of a bulk transfer, each way
+	floodBurst = 40          // connects of a flood, each 10 ms
+	slower     = 1           // times, that limits of time are longer
+)

@@ -2,5 +2,9 @@
 
 package node
 
-// bulkBytes is what a bulk transfer moves each way: less with the race detector, which makes it five times slower.
-const bulkBytes = 20_000_000
+// The race detector makes everything five times slower, and set-ups ten times.
+const (
+	bulkBytes  = 20_000_000 // of a bulk transfer, each way
+	floodBurst = 10         // connects of a flood, each 10 ms
+	slower     = 5          // times, that limits of time are longer
+)
