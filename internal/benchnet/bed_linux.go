@@ -22,7 +22,7 @@ const (
 	podCount
 )
 
-// Ports of the relays. Each serves the small port's traffic at its number and the bulk port's at the next one.
+// Ports of the relays. Each serves the small port's traffic at its number and that of the bulk ports at the next two.
 const (
 	relayPort    = 7100 // the plain relay, and relay A of the pair, which are on the node of the client
 	tlsRelayPort = 7200
@@ -34,7 +34,7 @@ type path struct {
 	name              string
 	client, neighbour *lab.Host // two pods of one node
 	addr              string
-	port              int // of small messages; bulk is one more
+	port              int // of small messages; the bulk ports follow
 
 	// The processes on the way: their CPU time and, of ztun, memory are measured. 0 is none.
 	source, destination func() int
@@ -43,6 +43,7 @@ type path struct {
 
 func (p *path) small() string { return fmt.Sprintf("%s:%d", p.addr, p.port) }
 func (p *path) bulk() string  { return fmt.Sprintf("%s:%d", p.addr, p.port+1) }
+func (p *path) one() string   { return fmt.Sprintf("%s:%d", p.addr, p.port+2) }
 
 // A bed is the network with all that serves in it.
 type bed struct {
@@ -85,7 +86,7 @@ func (b *bed) serve(ctx context.Context) error {
 		if err != nil {
 			return 0, err
 		}
-		return c.Pid(), errors.Join(h.WaitListening(wait, port), h.WaitListening(wait, port+1))
+		return c.Pid(), errors.Join(h.WaitListening(wait, port), h.WaitListening(wait, port+1), h.WaitListening(wait, port+2))
 	}
 	mesh, plain := b.lab.Pod(1, podMesh), b.lab.Pod(1, podPlain)
 	for _, h := range []*lab.Host{mesh, plain} {
@@ -93,8 +94,11 @@ func (b *bed) serve(ctx context.Context) error {
 			return err
 		}
 	}
-	ports := func(listen int, to *lab.Host, port int) []string {
-		return []string{fmt.Sprintf("%d=%s:%d", listen, to.Addr4, port), fmt.Sprintf("%d=%s:%d", listen+1, to.Addr4, port+1)}
+	ports := func(listen int, to *lab.Host, port int) (args []string) {
+		for i := range 3 {
+			args = append(args, fmt.Sprintf("%d=%s:%d", listen+i, to.Addr4, port+i))
+		}
+		return args
 	}
 	identity := filepath.Join(b.dir, "relay.pem")
 	if err := writeRelayIdentity(identity, time.Now()); err != nil {

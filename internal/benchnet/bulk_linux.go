@@ -28,11 +28,20 @@ func bulkTool(fs *flag.FlagSet, args []string) (any, error) {
 	streams := fs.Int("streams", 1, "connections, a thread for each")
 	down := fs.Bool("down", false, "from the server to here")
 	duration := fs.Duration("time", time.Second, "of the measurement")
+	one := fs.Bool("one-thread", false, "all connections on one thread")
 	announce := fs.Bool("announce", false, "say when the streams flow")
 	if err := fs.Parse(args); err != nil {
 		return nil, err
 	}
 	ownThreads(*streams)
+	if *one {
+		var r bulkResult
+		err := <-onThread(func() (err error) {
+			r, err = oneThread(*addr, *streams, *down, *duration)
+			return err
+		})
+		return r, err
+	}
 	b := bulk{down: *down, duration: *duration, begin: make(chan time.Time, *streams)}
 	ready := make(chan error, *streams)
 	totals := make([]uint64, *streams)

@@ -59,7 +59,7 @@ func main() {
 
 // command is the program with its arguments.
 func command(ctx context.Context, args []string, stdout, stderr io.Writer) error {
-	o := options{rounds: 5, duration: 600 * time.Millisecond, idle: 10_000, pods: 50, progress: stderr}
+	o := options{rounds: 5, duration: 500 * time.Millisecond, idle: 10_000, pods: 50, progress: stderr}
 	fs := flag.NewFlagSet("benchnet", flag.ContinueOnError)
 	fs.SetOutput(stderr)
 	fs.IntVar(&o.idle, "idle", o.idle, "idle connections to hold, at most as the limit of descriptors allows")

@@ -27,8 +27,11 @@ func measurements() []measurement {
 	var all []measurement
 	for _, streams := range []int{1, 8} {
 		for _, direction := range []string{"up", "down"} {
-			all = append(all, bulkMeasurement(streams, direction))
+			all = append(all, bulkMeasurement(streams, direction, false))
 		}
+	}
+	for _, direction := range []string{"up", "down"} {
+		all = append(all, bulkMeasurement(8, direction, true))
 	}
 	for _, conns := range []int{1, 32} {
 		all = append(all, pingpongMeasurement(conns))
@@ -58,10 +61,13 @@ func (m *measurement) through(ctx context.Context, b *bed, p *path, d time.Durat
 	return figures, nil
 }
 
-func bulkMeasurement(streams int, direction string) measurement {
-	name := fmt.Sprintf("bulk/%d/%s", streams, direction)
-	cpu := fmt.Sprintf("cpu/%d/%s", streams, direction)
+func bulkMeasurement(streams int, direction string, oneThread bool) measurement {
+	kind := fmt.Sprintf("%d/%s", streams, direction)
 	text := fmt.Sprintf("%s %s", plural(streams, "stream"), direction)
+	if oneThread {
+		kind, text = fmt.Sprintf("%d-one-thread/%s", streams, direction), text+" on one thread"
+	}
+	name, cpu := "bulk/"+kind, "cpu/"+kind
 	return measurement{
 		name: name,
 		rows: []row{
@@ -91,7 +97,11 @@ func bulkMeasurement(streams int, direction string) measurement {
 				return nil, err
 			}
 			var r bulkResult
-			err := runTool(ctx, p.client, d, &r, "bench-bulk", "-addr", p.bulk(), "-streams", fmt.Sprint(streams), fmt.Sprintf("-down=%t", direction == "down"), "-time", d.String())
+			addr := p.bulk()
+			if oneThread {
+				addr = p.one()
+			}
+			err := runTool(ctx, p.client, d, &r, "bench-bulk", "-addr", addr, fmt.Sprintf("-one-thread=%t", oneThread), "-streams", fmt.Sprint(streams), fmt.Sprintf("-down=%t", direction == "down"), "-time", d.String())
 			if err != nil {
 				return nil, err
 			}

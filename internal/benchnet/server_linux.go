@@ -18,6 +18,7 @@ import (
 const (
 	smallPort = 7000
 	bulkPort  = 7001
+	onePort   = 7002 // as the bulk port, on one thread
 
 	messageBytes = 64
 	verbEcho     = 'e'
@@ -30,12 +31,12 @@ const (
 	bulkMost   = 32        // connections to the bulk port that are served at once, a thread for each
 )
 
-// serverTool answers on both ports until it is killed.
+// serverTool answers on all ports until it is killed.
 func serverTool(fs *flag.FlagSet, args []string) (any, error) {
 	if err := fs.Parse(args); err != nil {
 		return nil, err
 	}
-	ownThreads(bulkMost + 1)
+	ownThreads(bulkMost + 2)
 	small, err := newSmallServer(smallPort)
 	if err != nil {
 		return nil, err
@@ -51,7 +52,16 @@ func serverTool(fs *flag.FlagSet, args []string) (any, error) {
 			}
 		}()
 	}
-	return nil, <-onThread(small.run)
+	one, err := newOneThreadServer(onePort)
+	if err != nil {
+		return nil, err
+	}
+	oneDone := onThread(one.run)
+	select {
+	case err = <-onThread(small.run):
+	case err = <-oneDone:
+	}
+	return nil, err
 }
 
 // serveBulk serves one connection after the other. What goes wrong with them is the client's to report.
