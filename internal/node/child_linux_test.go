@@ -24,6 +24,7 @@ const (
 	childFailOpen = "ZTUN_NODE_TEST_FAIL_OPEN" // Options.FailOpenRoute
 	childDeprive  = "ZTUN_NODE_TEST_DEPRIVE"   // what deprive takes away
 	childMounts   = "ZTUN_NODE_TEST_MOUNTS"    // netns=file, a list like PATH
+	childWritable = "ZTUN_NODE_TEST_WRITABLE"  // the only directory that stays writable in a container
 )
 
 // Exit codes of a child.
@@ -76,7 +77,26 @@ func deprive(of string) error {
 	case "capabilities":
 		return dropCapabilities()
 	case "tun":
-		return unix.Mount("tmpfs", "/dev/net", "tmpfs", 0, "size=4k")
+		return hideTUN()
+	case container:
+		return enterContainer()
+	case containerWithoutTUN:
+		if err := hideTUN(); err != nil {
+			return err
+		}
+		return enterContainer()
+	}
+	return nil
+}
+
+func hideTUN() error { return unix.Mount("tmpfs", "/dev/net", "tmpfs", 0, "size=4k") }
+
+func bindMounts() error {
+	for _, mount := range filepath.SplitList(os.Getenv(childMounts)) {
+		from, to, _ := strings.Cut(mount, "=")
+		if err := unix.Mount(from, to, "", unix.MS_BIND, ""); err != nil {
+			return fmt.Errorf("bind %s: %w", mount, err)
+		}
 	}
 	return nil
 }
@@ -84,11 +104,8 @@ func deprive(of string) error {
 // dropCapabilities makes this process one of root without capabilities, by which namespaces can be opened but not entered. It
 // starts the program anew: nothing else reaches all threads.
 func dropCapabilities() error {
-	for _, mount := range filepath.SplitList(os.Getenv(childMounts)) {
-		from, to, _ := strings.Cut(mount, "=")
-		if err := unix.Mount(from, to, "", unix.MS_BIND, ""); err != nil {
-			return fmt.Errorf("bind %s: %w", mount, err)
-		}
+	if err := bindMounts(); err != nil {
+		return err
 	}
 	runtime.LockOSThread()
 	for c := range uintptr(unix.CAP_LAST_CAP + 1) {

@@ -31,6 +31,9 @@ const (
 	plainB         // node b, not in the mesh: no ztun, no workload
 )
 
+// podNames are those of the pods that ztun serves, by node.
+var podNames = [][]string{{"client", "other"}, {"web"}}
+
 // A bed is a lab with a mesh on it.
 type bed struct {
 	*lab.Lab
@@ -144,7 +147,7 @@ func newBedOn(t *testing.T, capture config.Capture, cfg lab.Config) *bed {
 	}
 	b.write("root.pem", string(secret))
 	b.write("resolv.conf", "nameserver "+l.Wire().Addr4.String()+"\n")
-	for i, pods := range [][]string{{"client", "other"}, {"web"}} {
+	for i, pods := range podNames {
 		name := []string{"node-a", "node-b"}[i]
 		text := fmt.Sprintf("nodeName: %s\nlocalXdsPath: %s\nfakeCa: true\nfakeCaRoot: %s\nhandoverSocket: %s\ncapture: %s\ndnsResolvConf: %s\npods:\n",
 			name, b.path("mesh.yaml"), b.path("root.pem"), b.path(name, "ztun.sock"), capture, b.path("resolv.conf"))
@@ -237,7 +240,7 @@ func (b *bed) launch(i int) *process {
 // mustCapture reads in the log that each pod of a node is captured by the backend that the test is about.
 func (b *bed) mustCapture(i int, log *logBuffer, ended <-chan struct{}) {
 	b.t.Helper()
-	for _, pod := range [][]string{{"client", "other"}, {"web"}}[i] {
+	for _, pod := range podNames[i] {
 		log.await(b.t, `msg="pod captured"`, ended, "pod=shop/"+pod+" ", "capture="+b.capture.String()+" ")
 	}
 }

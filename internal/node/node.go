@@ -128,8 +128,9 @@ func build(cfg *config.Config, o Options) (*Node, error) {
 		return nil, err
 	}
 	// A loop's thread that waits in epoll holds no P but needs one to go on, beside what ordinary goroutines use.
-	runtime.GOMAXPROCS(2 * n.workers)
-	n.group, err = loop.New(loop.Config{Loops: n.workers, Now: time.Now})
+	sparse := max(1, n.workers/2)
+	runtime.GOMAXPROCS(runtime.NumCPU() + n.workers + sparse)
+	n.group, err = loop.New(loop.Config{Loops: n.workers, Sparse: sparse, Now: time.Now})
 	if err != nil {
 		n.close()
 		return nil, err
