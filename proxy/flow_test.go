@@ -206,6 +206,18 @@ func TestBytesHalfCloseAndReset(t *testing.T) {
 				}
 			})
 		}
+		t.Run("reset after the client's FIN over "+over, func(t *testing.T) {
+			b, req, server := open(t)
+			b.exchange(t, req.app, "all")
+			req.app.Reset()
+			b.Settle()
+			if text, then := all(server); then != loop.ErrReset.Error() {
+				t.Errorf("the server reads %q, then %q; want a reset", text, then)
+			}
+			if n := b.records.Stats().Open; n != 0 {
+				t.Errorf("%d records open, want 0", n)
+			}
+		})
 		t.Run("closed from outside over "+over, func(t *testing.T) {
 			b, req, server := open(t)
 			for _, c := range openConns(b) {

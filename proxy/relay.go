@@ -102,10 +102,14 @@ func (y *Relay) abort(cause error) {
 
 // pump moves up to about budget bytes and reports whether there may be more to move without waiting.
 func (h *half) pump(r *loop.Ref, budget int) (more bool, err error) {
+	if h.ended {
+		return false, h.lost(r)
+	}
 	for budget > 0 && !h.ended {
 		n, err := h.step(r, budget)
 		budget -= n
 		h.count.Add(uint64(n))
+		r.Moved(n)
 		switch err {
 		case nil:
 		case loop.ErrAgain:
@@ -120,6 +124,15 @@ func (h *half) pump(r *loop.Ref, budget int) (more bool, err error) {
 		}
 	}
 	return !h.ended, nil
+}
+
+// lost looks whether a side that has sent its FIN was reset since: while the other direction is idle, nothing else would tell.
+func (h *half) lost(r *loop.Ref) error {
+	_, err := h.src.TryRead(r.Scratch()[:1])
+	if err == nil || err == loop.ErrAgain || err == io.EOF {
+		return nil
+	}
+	return fmt.Errorf("%s: %w", h.name, err)
 }
 
 // step moves bytes once, by the shortest way that the two ends have. It counts what dst took. io.EOF is src's; ErrAgain may

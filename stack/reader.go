@@ -101,6 +101,7 @@ func (rd *reader) Turn(budget int) (more bool) {
 			n, err = rd.readWhole()
 		}
 		budget -= n
+		rd.ref.Moved(n)
 	}
 	if !rd.large {
 		rd.dropView()

@@ -52,7 +52,7 @@ func (g *Group) Blocking(ctx context.Context, c Conn) *Blocked {
 
 // Blocking returns a blocking view of a Conn of the task. Its calls run on the task's loop; see [Group.Blocking].
 func (r *Ref) Blocking(ctx context.Context, c Conn) *Blocked {
-	b := newBlocked(ctx, r.loop.g, c)
+	b := newBlocked(ctx, r.Group(), c)
 	posted := r.Post(func() {
 		if r.Child(b.start) == nil {
 			b.removed()

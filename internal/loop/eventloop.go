@@ -11,8 +11,12 @@ import (
 // An eventLoop is one thread's queues. All fields but those below mu and the atomics belong to the thread.
 type eventLoop struct {
 	g       *Group
-	poll    *poller // nil: a Manual that watches nothing
+	index   int  // among the Group's loops: the order in which two are locked
+	bulk    bool // for tasks that move much; false for all, if the Group has one set of loops
+	poll    *poller
 	scratch []byte
+	now     time.Time // read once for each round
+	load    load
 
 	tasks   atomic.Int32
 	watches atomic.Int32
@@ -24,7 +28,7 @@ type eventLoop struct {
 	timers timerHeap
 
 	spare    []message // the other inbox buffer
-	posts    []func()  // taken from the inbox, not yet run; a queue from postsAt
+	posts    []message // taken from the inbox, not yet run; a queue from postsAt
 	postsAt  int
 	woken    queue
 	busy     queue
@@ -40,14 +44,14 @@ const (
 	ended              // takes nothing more
 )
 
-// A message is a wake of ref, or, with f, a posted function.
+// A message is a wake of ref, or, with f, a function posted to ref; a nil ref is the loop itself.
 type message struct {
 	ref *Ref
 	f   func()
 }
 
-func newEventLoop(g *Group) *eventLoop {
-	return &eventLoop{g: g, roots: make(map[*Ref]struct{})}
+func newEventLoop(g *Group, index int, bulk bool) *eventLoop {
+	return &eventLoop{g: g, index: index, bulk: bulk, roots: make(map[*Ref]struct{})}
 }
 
 // needPoller gives a loop that is driven by hand its epoll, once a task watches a descriptor.
@@ -63,13 +67,19 @@ func (l *eventLoop) needPoller() error {
 	return nil
 }
 
-// send puts a message into the inbox; false if the loop has ended.
-func (l *eventLoop) send(m message) bool {
+// post sends the loop itself a function; false if the loop has ended.
+func (l *eventLoop) post(f func()) bool {
 	l.mu.Lock()
 	if l.state == ended {
 		l.mu.Unlock()
 		return false
 	}
+	l.put(message{f: f})
+	return true
+}
+
+// put appends to the inbox. It is called with mu held and releases it.
+func (l *eventLoop) put(m message) {
 	l.inbox = append(l.inbox, m)
 	interrupt := l.asleep
 	l.asleep = false // one interruption is enough
@@ -77,14 +87,12 @@ func (l *eventLoop) send(m message) bool {
 	if interrupt {
 		l.poll.interrupt()
 	}
-	return true
 }
-
-func (l *eventLoop) post(f func()) bool { return l.send(message{f: f}) }
 
 // run is the thread.
 func (l *eventLoop) run() {
 	for {
+		l.now = l.g.Now()
 		l.takeInbox()
 		l.runTimers()
 		l.runPosts(maxPosts)
@@ -109,7 +117,7 @@ func (l *eventLoop) takeInbox() {
 	l.mu.Unlock()
 	for i, m := range in {
 		if m.f != nil {
-			l.posts = append(l.posts, m.f)
+			l.posts = append(l.posts, m)
 		} else {
 			m.ref.enqueue()
 		}
@@ -121,8 +129,8 @@ func (l *eventLoop) takeInbox() {
 // runPosts runs at most n posted functions.
 func (l *eventLoop) runPosts(n int) {
 	for ; n > 0 && l.postsAt < len(l.posts); n-- {
-		f := l.posts[l.postsAt]
-		l.posts[l.postsAt] = nil
+		f := l.posts[l.postsAt].f
+		l.posts[l.postsAt] = message{}
 		l.postsAt++
 		f()
 	}
@@ -138,7 +146,8 @@ func (l *eventLoop) start(r *Ref, start func(*Ref) Task) {
 		r.Remove()
 		return
 	}
-	r.WakeLocal()
+	r.wakePending.Store(true) // perhaps it was woken before it began
+	r.enqueue()
 }
 
 // turn gives a task that was taken from a queue its turn.
@@ -146,6 +155,9 @@ func (l *eventLoop) turn(r *Ref) {
 	r.wakePending.Store(false) // from here on a wake means another turn
 	if r.task.Turn(l.g.cfg.Slice) && !r.removed && r.in == nil {
 		l.busy.push(r)
+	}
+	if len(l.g.bulk) > 0 && !r.removed {
+		l.place(r)
 	}
 }
 
@@ -166,7 +178,9 @@ func (l *eventLoop) wait() {
 	l.asleep = true
 	l.mu.Unlock()
 
+	from := l.g.Now()
 	l.poll.poll(d, l)
+	l.load.idle += l.g.Now().Sub(from)
 
 	l.mu.Lock()
 	l.asleep = false
@@ -190,7 +204,7 @@ func (l *eventLoop) drain() {
 	l.mu.Lock()
 	l.state = draining
 	l.mu.Unlock()
-	l.send(message{f: func() {}}) // wake it up
+	l.post(func() {}) // wake it up
 }
 
 // abandon removes the tasks that are left and remembers their names.

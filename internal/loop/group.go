@@ -20,7 +20,9 @@ const (
 
 // A Config configures a Group.
 type Config struct {
-	Loops int              // threads; 0 means 1
+	Loops  int // threads; 0 means 1
+	Sparse int // further threads, to which tasks that move little keep; 0: all threads are alike
+
 	Slice int              // bytes that one turn moves each way; 0 means 128 KiB
 	Now   func() time.Time // the clock of timers and deadlines; required
 
@@ -31,8 +33,10 @@ type Config struct {
 // A Group is a set of loops and the set-ups that lead to their tasks. Its methods may be called from any goroutine.
 type Group struct {
 	cfg     Config
-	loops   []*eventLoop
-	manual  *Manual // nil: threads
+	loops   []*eventLoop // all
+	sparse  []*eventLoop // where tasks begin
+	bulk    []*eventLoop // where those go that move much; empty if all loops are alike
+	manual  *Manual      // nil: threads
 	stopped context.Context
 	stop    context.CancelFunc
 	setups  counter
@@ -47,24 +51,19 @@ func New(cfg Config) (*Group, error) {
 	if cfg.Now == nil {
 		return nil, errors.New("loop: config: no clock")
 	}
-	if cfg.Loops < 0 || cfg.Slice < 0 {
-		return nil, fmt.Errorf("loop: config: loops %d, slice %d: must not be negative", cfg.Loops, cfg.Slice)
-	}
-	if cfg.Loops == 0 {
-		cfg.Loops = 1
+	if cfg.Loops < 0 || cfg.Sparse < 0 || cfg.Slice < 0 {
+		return nil, fmt.Errorf("loop: config: loops %d, sparse %d, slice %d: must not be negative", cfg.Loops, cfg.Sparse, cfg.Slice)
 	}
 	g := newGroup(cfg)
-	for range cfg.Loops {
-		l := newEventLoop(g)
-		p, err := newPoller()
-		if err != nil {
+	for _, l := range g.loops {
+		if err := l.needPoller(); err != nil {
 			for _, l := range g.loops {
-				l.poll.close()
+				if l.poll != nil {
+					l.poll.close()
+				}
 			}
-			return nil, fmt.Errorf("loop: %w", err)
+			return nil, err
 		}
-		l.poll = p
-		g.loops = append(g.loops, l)
 	}
 	return g, nil
 }
@@ -76,8 +75,20 @@ func newGroup(cfg Config) *Group {
 	if cfg.StopTimeout == 0 {
 		cfg.StopTimeout = 5 * time.Second
 	}
+	if cfg.Loops == 0 {
+		cfg.Loops = 1
+	}
 	g := &Group{cfg: cfg}
 	g.stopped, g.stop = context.WithCancel(context.Background())
+	for i := range cfg.Loops + cfg.Sparse {
+		l := newEventLoop(g, i, cfg.Sparse > 0 && i >= cfg.Sparse)
+		g.loops = append(g.loops, l)
+		if l.bulk {
+			g.bulk = append(g.bulk, l)
+		} else {
+			g.sparse = append(g.sparse, l)
+		}
+	}
 	return g
 }
 
@@ -88,7 +99,9 @@ func (g *Group) Run(ctx context.Context) error {
 	for _, l := range g.loops {
 		threads.Go(func() {
 			runtime.LockOSThread() // never unlocked: the thread ends with the loop
-			tuneThread()
+			if !l.bulk {
+				tuneThread()
+			}
 			l.run()
 		})
 	}
@@ -162,8 +175,8 @@ func (c *counter) idle() <-chan struct{} {
 // The task's first Turn is due at once. A nil task is not added. Add returns nil, and start does not run, when the Group
 // has ended.
 func (g *Group) Add(start func(r *Ref) Task) *Ref {
-	l := g.leastLoaded()
-	r := &Ref{loop: l}
+	l := leastLoaded(g.sparse)
+	r := newRoot(l)
 	l.tasks.Add(1)
 	if !l.post(func() { l.start(r, start) }) {
 		l.tasks.Add(-1)
@@ -172,9 +185,9 @@ func (g *Group) Add(start func(r *Ref) Task) *Ref {
 	return r
 }
 
-func (g *Group) leastLoaded() *eventLoop {
-	best := g.loops[0]
-	for _, l := range g.loops[1:] {
+func leastLoaded(loops []*eventLoop) *eventLoop {
+	best := loops[0]
+	for _, l := range loops[1:] {
 		if l.tasks.Load() < best.tasks.Load() {
 			best = l
 		}

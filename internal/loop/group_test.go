@@ -173,6 +173,26 @@ func TestPostsAndTimersReachASleepingLoop(t *testing.T) {
 	}
 }
 
+func TestWakeBeforeTheStart(t *testing.T) {
+	m := newManual(t)
+	for range 2 * maxPosts { // so many that the start has to wait
+		m.Group().loops[0].post(func() {})
+	}
+	turns := 0
+	r := add(m.Group(), turnFunc(func(int) bool { turns++; return false }))
+	r.Wake()
+	m.Settle()
+	if turns != 1 {
+		t.Errorf("%d turns, want 1", turns)
+	}
+	r.Wake()
+	m.Settle()
+	if turns != 2 {
+		t.Errorf("%d turns after another wake, want 2", turns)
+	}
+	r.Post(r.Remove)
+}
+
 func TestConfigIsChecked(t *testing.T) {
 	if _, err := New(Config{}); err == nil {
 		t.Error("New takes a Config without a clock")

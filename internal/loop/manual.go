@@ -7,26 +7,27 @@ import (
 	"time"
 )
 
-// A Manual drives one loop by hand: no threads, a clock of its own, one thing at a time. Everything happens inside Step, in
+// A Manual drives loops by hand: no threads, a clock of its own, one thing at a time. Everything happens inside Step, in
 // an order that depends on nothing but the calls made before: a whole node driven so is deterministic.
 //
 // Set-ups (Group.Go) run as coroutines: each in a goroutine, but only while Step gives it the baton, until it waits in Await.
 // A Manual belongs to one goroutine.
 type Manual struct {
 	group      *Group
-	loop       *eventLoop
+	next       int                       // loop that the next Step begins with
 	now        atomic.Pointer[time.Time] // a netstack's goroutines read it as well
 	coroutines []*coroutine              // in the order of their start
 }
 
-// NewManual returns a driver whose clock stands at start.
-func NewManual(start time.Time) *Manual {
+// NewManual returns a driver of one loop, whose clock stands at start.
+func NewManual(start time.Time) *Manual { return NewManualLoops(start, 1, 0) }
+
+// NewManualLoops returns a driver of several loops, as of Config.Loops and Config.Sparse, which take turns.
+func NewManualLoops(start time.Time, loops, sparse int) *Manual {
 	m := new(Manual)
 	m.now.Store(&start)
-	m.group = newGroup(Config{Loops: 1, Now: func() time.Time { return *m.now.Load() }})
+	m.group = newGroup(Config{Loops: loops, Sparse: sparse, Now: func() time.Time { return *m.now.Load() }})
 	m.group.manual = m
-	m.loop = newEventLoop(m.group)
-	m.group.loops = []*eventLoop{m.loop}
 	return m
 }
 
@@ -36,7 +37,18 @@ func (m *Manual) Group() *Group { return m.group }
 // Step does one thing: one posted function, timer, turn or piece of a set-up, in this order of preference, or hands out what
 // epoll has, if a task watches descriptors. It reports whether there was anything to do.
 func (m *Manual) Step() bool {
-	l := m.loop
+	for range m.group.loops {
+		l := m.group.loops[m.next]
+		m.next = (m.next + 1) % len(m.group.loops)
+		if m.step(l) {
+			return true
+		}
+	}
+	return false
+}
+
+func (m *Manual) step(l *eventLoop) bool {
+	l.now = m.group.Now()
 	l.takeInbox()
 	switch {
 	case l.postsAt < len(l.posts):
@@ -44,7 +56,7 @@ func (m *Manual) Step() bool {
 	case l.runTimer():
 	case l.woken.n > 0:
 		l.turn(l.woken.pop())
-	case m.stepCoroutine():
+	case l.index == 0 && m.stepCoroutine():
 	case l.busy.n > 0:
 		l.turn(l.busy.pop())
 	default:
@@ -64,14 +76,17 @@ func (m *Manual) Advance(d time.Duration) {
 	end := m.now.Load().Add(d)
 	for {
 		m.Settle()
-		m.loop.mu.Lock()
-		due := len(m.loop.timers) > 0 && !m.loop.timers[0].at.After(end)
-		if due {
-			m.now.Store(&m.loop.timers[0].at)
+		next := end
+		due := false
+		for _, l := range m.group.loops {
+			l.mu.Lock()
+			if len(l.timers) > 0 && !l.timers[0].at.After(next) {
+				next, due = l.timers[0].at, true
+			}
+			l.mu.Unlock()
 		}
-		m.loop.mu.Unlock()
+		m.now.Store(&next)
 		if !due {
-			m.now.Store(&end)
 			return
 		}
 	}
@@ -87,15 +102,21 @@ func (m *Manual) Close() error {
 		co.cancel(ErrStopped)
 	}
 	m.Settle()
-	m.loop.drain()
-	m.loop.abandon()
-	m.Settle()
-	m.loop.finished()
-	if m.loop.poll != nil {
-		m.loop.poll.close()
+	for _, l := range m.group.loops {
+		l.drain()
+		l.abandon()
 	}
-	if n := len(m.loop.leftover); n > 0 || waiting > 0 {
-		return fmt.Errorf("loop: still running at the end: %d tasks %v, %d set-ups", n, m.loop.leftover, waiting)
+	m.Settle()
+	var left []string
+	for _, l := range m.group.loops {
+		l.finished()
+		if l.poll != nil {
+			l.poll.close()
+		}
+		left = append(left, l.leftover...)
+	}
+	if len(left) > 0 || waiting > 0 {
+		return fmt.Errorf("loop: still running at the end: %d tasks %v, %d set-ups", len(left), left, waiting)
 	}
 	return nil
 }

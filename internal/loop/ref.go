@@ -8,7 +8,7 @@ import (
 // A Ref is a task's handle on its loop. Wake, Post and Blocking may be called from any goroutine; everything else on the
 // task's loop only: in a Turn, a posted function, a timer, a watch, or a start function.
 type Ref struct {
-	loop   *eventLoop
+	place  *place // shared with its parent and children
 	parent *Ref
 	task   Task
 
@@ -25,12 +25,50 @@ type Ref struct {
 	busy       queue // children that have more to move
 }
 
+// A place is where a top-level task is, with all of its children.
+type place struct {
+	at atomic.Pointer[eventLoop] // changes when it moves
+
+	// Of the loop's thread.
+	moving bool // on the way to another loop, which has not taken it over yet
+	moved  int  // bytes since since
+	since  time.Time
+}
+
+func newRoot(l *eventLoop) *Ref {
+	r := &Ref{place: new(place)}
+	r.place.at.Store(l)
+	return r
+}
+
+// home is the loop that the task runs on. It stays that while code of the task runs.
+func (r *Ref) home() *eventLoop { return r.place.at.Load() }
+
+// send puts a message into the inbox of the task's loop, a wake if f is nil. False means that the loop has ended or, for a
+// function, the task.
+func (r *Ref) send(f func()) bool {
+	for {
+		l := r.home()
+		l.mu.Lock()
+		switch {
+		case r.home() != l: // it has just moved
+			l.mu.Unlock()
+			continue
+		case l.state == ended, f != nil && r.removed:
+			l.mu.Unlock()
+			return false
+		}
+		l.put(message{r, f})
+		return true
+	}
+}
+
 // Wake gives the task another turn. It only marks and queues, so it may be called with locks held.
 func (r *Ref) Wake() {
 	if r.wakePending.Swap(true) {
 		return
 	}
-	r.loop.send(message{ref: r})
+	r.send(nil)
 }
 
 // WakeLocal is Wake for callers on the task's own loop: the task is queued at once, so that a parent which wakes a child in its
@@ -44,9 +82,12 @@ func (r *Ref) WakeLocal() {
 // enqueue puts a woken task where its turn comes from: a child behind its siblings, and its ancestors behind theirs. A
 // task that waits for a turn already, as a busy one does, keeps its place.
 func (r *Ref) enqueue() {
+	if r.place.moving || r.task == nil {
+		return // everybody is woken at the end of a move, and a first turn is due by itself
+	}
 	for ; !r.removed && r.in == nil; r = r.parent {
 		if r.parent == nil {
-			r.loop.woken.push(r)
+			r.home().woken.push(r)
 			return
 		}
 		r.parent.woken.push(r)
@@ -55,27 +96,16 @@ func (r *Ref) enqueue() {
 }
 
 // Post runs f on the task's loop. False means that the task has ended and f will not run; true that f runs once, perhaps
-// just after the task has been removed.
-func (r *Ref) Post(f func()) bool {
-	l := r.loop
-	l.mu.Lock()
-	if r.removed || l.state == ended {
-		l.mu.Unlock()
-		return false
-	}
-	l.inbox = append(l.inbox, message{f: f})
-	interrupt := l.asleep
-	l.asleep = false
-	l.mu.Unlock()
-	if interrupt {
-		l.poll.interrupt()
-	}
-	return true
-}
+// just after the task has been removed. Functions that one goroutine posts run in the order of its calls.
+func (r *Ref) Post(f func()) bool { return r.send(f) }
+
+// Moved tells how many bytes the task, or a child for it, has moved. Tasks that move much are kept apart from those that move
+// little, if the Group has loops for both.
+func (r *Ref) Moved(n int) { r.place.moved += n }
 
 // After calls f on the task's loop once d has passed, unless the task is removed before.
 func (r *Ref) After(d time.Duration, f func()) *Timer {
-	t := r.loop.after(d, f)
+	t := r.home().after(d, f)
 	t.owner = r
 	if r.timers == nil {
 		r.timers = make(map[*Timer]struct{})
@@ -85,18 +115,19 @@ func (r *Ref) After(d time.Duration, f func()) *Timer {
 }
 
 // Now is the time on the Group's clock.
-func (r *Ref) Now() time.Time { return r.loop.g.Now() }
+func (r *Ref) Now() time.Time { return r.home().g.Now() }
 
 // Group is the Group of the task; safe from any goroutine.
-func (r *Ref) Group() *Group { return r.loop.g }
+func (r *Ref) Group() *Group { return r.home().g }
 
 // Scratch is the scratch buffer of the loop, 256 KiB: valid until the turn ends or another task's turn begins, which
 // RunChildren brings about.
 func (r *Ref) Scratch() []byte {
-	if r.loop.scratch == nil {
-		r.loop.scratch = make([]byte, scratchBytes)
+	l := r.home()
+	if l.scratch == nil {
+		l.scratch = make([]byte, scratchBytes)
 	}
-	return r.loop.scratch
+	return l.scratch
 }
 
 // Child adds a task that shares its parent's loop for good. start runs at once; the child's first turn is due, and its
@@ -105,7 +136,7 @@ func (r *Ref) Child(start func(r *Ref) Task) *Ref {
 	if r.removed {
 		return nil
 	}
-	c := &Ref{loop: r.loop, parent: r}
+	c := &Ref{place: r.place, parent: r}
 	if r.children == nil {
 		r.children = make(map[*Ref]struct{})
 	}
@@ -115,7 +146,8 @@ func (r *Ref) Child(start func(r *Ref) Task) *Ref {
 		c.Remove()
 		return nil
 	}
-	c.WakeLocal()
+	c.wakePending.Store(true) // perhaps it was woken before it began
+	c.enqueue()
 	return c
 }
 
@@ -151,10 +183,11 @@ func (r *Ref) turnChild(c *Ref, share int) {
 // Watch calls ready on the task's loop when the state of fd changes (edge-triggered: readable, writable, hung up, error);
 // once at once if there is something already. The descriptor must be unwatched, or the task removed, before it is closed.
 func (r *Ref) Watch(fd int, ready func(Events)) error {
-	if err := r.loop.needPoller(); err != nil {
+	l := r.home()
+	if err := l.needPoller(); err != nil {
 		return err
 	}
-	w, err := r.loop.poll.watch(fd, ready)
+	w, err := l.poll.watch(fd, ready)
 	if err != nil {
 		return err
 	}
@@ -162,7 +195,7 @@ func (r *Ref) Watch(fd int, ready func(Events)) error {
 		r.watches = make(map[int]*watch)
 	}
 	r.watches[fd] = w
-	r.loop.watches.Add(1)
+	l.watches.Add(1)
 	return nil
 }
 
@@ -170,8 +203,8 @@ func (r *Ref) Watch(fd int, ready func(Events)) error {
 func (r *Ref) Unwatch(fd int) {
 	if w, ok := r.watches[fd]; ok {
 		delete(r.watches, fd)
-		r.loop.poll.unwatch(w)
-		r.loop.watches.Add(-1)
+		r.home().poll.unwatch(w)
+		r.home().watches.Add(-1)
 	}
 }
 
@@ -181,7 +214,7 @@ func (r *Ref) Remove() {
 	if r.removed {
 		return
 	}
-	l := r.loop
+	l := r.home()
 	l.mu.Lock()
 	r.removed = true // Post takes nothing from here on
 	l.mu.Unlock()

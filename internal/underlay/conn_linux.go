@@ -18,6 +18,7 @@ type Conn struct {
 	local  netip.AddrPort
 	remote netip.AddrPort
 	ref    *loop.Ref
+	failed bool // the kernel reported an error: a reset after the peer's FIN, which reads as EOF
 }
 
 var (
@@ -43,7 +44,7 @@ func (c *Conn) TryRead(p []byte) (int, error) {
 		n, err := unix.Read(c.fd, p)
 		if err == nil {
 			if n == 0 && len(p) > 0 {
-				return 0, io.EOF
+				return 0, c.end()
 			}
 			return n, nil
 		}
@@ -51,6 +52,14 @@ func (c *Conn) TryRead(p []byte) (int, error) {
 			return 0, connError(err)
 		}
 	}
+}
+
+// end is what a read of nothing means.
+func (c *Conn) end() error {
+	if c.failed {
+		return loop.ErrReset
+	}
+	return io.EOF
 }
 
 // TryWrite implements loop.Conn.
@@ -72,7 +81,7 @@ func (c *Conn) TryReadv(bufs [][]byte) (int, error) {
 		n, err := unix.Readv(c.fd, bufs)
 		if err == nil {
 			if n == 0 {
-				return 0, io.EOF
+				return 0, c.end()
 			}
 			return n, nil
 		}
@@ -120,9 +129,7 @@ func (c *Conn) Reset() error {
 	if c.fd < 0 {
 		return nil
 	}
-	// A linger time of 0 makes close send a reset.
-	err := unix.SetsockoptLinger(c.fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
-	return errors.Join(err, c.Close())
+	return c.shut() // it lingers for no time since it was made
 }
 
 // Close implements loop.Conn.
@@ -130,6 +137,11 @@ func (c *Conn) Close() error {
 	if c.fd < 0 {
 		return nil
 	}
+	err := unix.SetsockoptLinger(c.fd, unix.SOL_SOCKET, unix.SO_LINGER, new(unix.Linger))
+	return errors.Join(err, c.shut())
+}
+
+func (c *Conn) shut() error {
 	err := c.Attach(nil)
 	fd := c.fd
 	c.fd = -1
@@ -145,7 +157,12 @@ func (c *Conn) Attach(r *loop.Ref) error {
 	if r == nil {
 		return nil
 	}
-	if err := r.Watch(c.fd, func(loop.Events) { r.Wake() }); err != nil {
+	if err := r.Watch(c.fd, func(ev loop.Events) {
+		if ev&loop.Failed != 0 {
+			c.failed = true
+		}
+		r.WakeLocal()
+	}); err != nil {
 		return fmt.Errorf("underlay: %w", err)
 	}
 	c.ref = r

@@ -36,7 +36,7 @@ func (u *Underlay) Exchange(ctx context.Context, server netip.AddrPort, msg, buf
 		n, err := unix.Read(fd, buf)
 		switch {
 		case err == unix.EAGAIN:
-			if err := u.awaitReady(ctx, fd); err != nil {
+			if err := u.awaitReady(ctx, fd, loop.Readable); err != nil {
 				return nil, fmt.Errorf("underlay: wait for %s: %w", server, err)
 			}
 		case err == unix.EINTR:

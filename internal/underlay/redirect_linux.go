@@ -149,12 +149,8 @@ func (r *Redirect) accepted(c loop.Conn) {
 	q := &redirected{r: r, conn: conn, flow: flow}
 	ctx, cancel := context.WithCancelCause(context.Background())
 	q.cancel = cancel
-	if !r.admit(q) {
-		cancel(nil)
-		conn.Reset()
-		return
-	}
-	// An application that hangs up ends its request. A FIN alone is no hang-up: `printf x | nc`.
+	// An application that hangs up ends its request. A FIN alone is no hang-up: `printf x | nc`. The watch is there before
+	// anybody else can see the request.
 	q.watch = r.u.cfg.Group.Add(func(ref *loop.Ref) loop.Task {
 		if err := ref.Watch(conn.fd, func(ev loop.Events) {
 			if ev&(loop.HangUp|loop.Failed) != 0 {
@@ -165,6 +161,10 @@ func (r *Redirect) accepted(c loop.Conn) {
 		}
 		return pendingTask{}
 	})
+	if !r.admit(q) {
+		q.refuse()
+		return
+	}
 	r.handler.ServeTCP(ctx, q)
 }
 
@@ -298,8 +298,13 @@ func (q *redirected) Reset() {
 	if first, _ := q.settle(); !first {
 		return
 	}
-	q.cancel(nil)
 	q.r.settled(q)
+	q.refuse()
+}
+
+// refuse resets the connection.
+func (q *redirected) refuse() {
+	q.cancel(nil)
 	reset := func() { q.conn.Reset() }
 	if q.watch == nil || !q.watch.Post(func() { q.watch.Remove(); reset() }) {
 		reset()

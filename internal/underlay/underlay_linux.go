@@ -25,8 +25,9 @@ type Config struct {
 	// Keepalive finds dead peers (defaults: 45 s, 15 s, 3). On tunnels, whose both ends always read, unacknowledged data may
 	// also not be older than their sum, 90 s (TCP_USER_TIMEOUT). Not on connections of applications: the kernel would cut one
 	// whose reader pauses, because a window of zero counts as no acknowledgement (measured).
-	KeepaliveTime, KeepaliveInterval time.Duration
+	KeepaliveTime, KeepaliveInterval time.Duration // a negative time: none
 	KeepaliveRetries                 int
+	NoUserTimeout                    bool
 }
 
 // An Underlay makes sockets in one network namespace.
@@ -65,7 +66,10 @@ func (u *Underlay) DialPeer(ctx context.Context, dst netip.AddrPort) (loop.Conn,
 }
 
 func (u *Underlay) setUserTimeout(fd int) error {
-	d := u.cfg.KeepaliveTime + time.Duration(u.cfg.KeepaliveRetries)*u.cfg.KeepaliveInterval
+	if u.cfg.NoUserTimeout {
+		return nil
+	}
+	d := max(u.cfg.KeepaliveTime, 0) + time.Duration(u.cfg.KeepaliveRetries)*u.cfg.KeepaliveInterval
 	if err := unix.SetsockoptInt(fd, unix.SOL_TCP, unix.TCP_USER_TIMEOUT, int(d/time.Millisecond)); err != nil {
 		return fmt.Errorf("TCP_USER_TIMEOUT: %w", err)
 	}
@@ -178,7 +182,7 @@ func (u *Underlay) awaitConnect(ctx context.Context, fd int) error {
 		if settled || err != nil {
 			return err
 		}
-		if err := u.awaitReady(ctx, fd); err != nil {
+		if err := u.awaitReady(ctx, fd, loop.Writable); err != nil {
 			return err
 		}
 	}
@@ -218,14 +222,19 @@ type waitTask struct{}
 func (waitTask) Turn(int) bool  { return false }
 func (waitTask) String() string { return "a connect in progress" }
 
-// awaitReady waits for the next edge of a descriptor. That the watch has ended when it returns lets the caller close it.
-func (u *Underlay) awaitReady(ctx context.Context, fd int) error {
+// awaitReady waits until a descriptor is ready for what is wanted, or has failed. That the watch has ended when it returns lets
+// the caller close it.
+func (u *Underlay) awaitReady(ctx context.Context, fd int, want loop.Events) error {
 	var failed error
 	r := u.cfg.Group
 	var ref *loop.Ref
 	err := loop.Await(ctx, func(wake func()) {
 		ref = r.Add(func(r *loop.Ref) loop.Task {
-			if failed = r.Watch(fd, func(loop.Events) { wake() }); failed != nil {
+			if failed = r.Watch(fd, func(ev loop.Events) {
+				if ev&(want|loop.HangUp|loop.Failed) != 0 {
+					wake()
+				}
+			}); failed != nil {
 				wake()
 			}
 			return waitTask{}
@@ -249,20 +258,31 @@ func (u *Underlay) awaitReady(ctx context.Context, fd int) error {
 
 // tune sets what every TCP socket of the data path has.
 func (u *Underlay) tune(fd int) error {
-	for _, o := range []struct {
-		level, opt, value int
-		name              string
-	}{
+	options := []socketOption{
 		{unix.SOL_TCP, unix.TCP_NODELAY, 1, "TCP_NODELAY"},
 		{unix.SOL_TCP, unix.TCP_NOTSENT_LOWAT, notSentLowat, "TCP_NOTSENT_LOWAT"},
 		{unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1, "SO_KEEPALIVE"},
 		{unix.SOL_TCP, unix.TCP_KEEPIDLE, int(u.cfg.KeepaliveTime / time.Second), "TCP_KEEPIDLE"},
 		{unix.SOL_TCP, unix.TCP_KEEPINTVL, int(u.cfg.KeepaliveInterval / time.Second), "TCP_KEEPINTVL"},
 		{unix.SOL_TCP, unix.TCP_KEEPCNT, u.cfg.KeepaliveRetries, "TCP_KEEPCNT"},
-	} {
+	}
+	if u.cfg.KeepaliveTime < 0 {
+		options = options[:2]
+	}
+	for _, o := range options {
 		if err := unix.SetsockoptInt(fd, o.level, o.opt, o.value); err != nil {
 			return fmt.Errorf("%s: %w", o.name, err)
 		}
 	}
+	// A linger time of 0 makes the kernel reset the connection when this process dies: what is cut must not look like the end of
+	// what was sent. Conn.Close takes it back.
+	if err := unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}); err != nil {
+		return fmt.Errorf("SO_LINGER: %w", err)
+	}
 	return nil
+}
+
+type socketOption struct {
+	level, opt, value int
+	name              string
 }

@@ -1,0 +1,202 @@
+package loop
+
+import (
+	"container/heap"
+	"sync/atomic"
+	"time"
+)
+
+// When a task counts as bulk and when as sparse again: apart, so that it does not go back and forth.
+const (
+	bulkBytes    = 1 << 20
+	bulkWindow   = 100 * time.Millisecond
+	sparseBytes  = 256 << 10
+	sparseWindow = 200 * time.Millisecond
+)
+
+// A load tells how busy a loop was lately.
+type load struct {
+	idle    time.Duration // asleep since from
+	from    time.Time
+	percent atomic.Int32 // of the last window that the loop was not asleep
+}
+
+// Shares of a window at which a bulk loop gives a task away, and takes one.
+const (
+	saturated = 95
+	spare     = 50
+)
+
+// place moves a task that has just had its turn to where it belongs: with those that move much, with those that move little,
+// or from a saturated bulk loop to one that has time.
+func (l *eventLoop) place(r *Ref) {
+	p := r.place
+	if p.since.IsZero() {
+		p.since = l.now
+	}
+	elapsed := l.now.Sub(p.since)
+	switch {
+	case !l.bulk && elapsed > bulkWindow:
+		p.since, p.moved = l.now, 0
+	case !l.bulk && p.moved > bulkBytes:
+		p.since, p.moved = l.now, 0
+		l.move(r, leastLoaded(l.g.bulk))
+	case l.bulk && elapsed >= sparseWindow:
+		sparse := p.moved < sparseBytes
+		p.since, p.moved = l.now, 0
+		if sparse {
+			l.move(r, leastLoaded(l.g.sparse))
+		} else if to := l.relief(); to != nil {
+			l.move(r, to)
+		}
+	}
+}
+
+// relief measures the load of a bulk loop, once per window, and finds another to share it with.
+func (l *eventLoop) relief() *eventLoop {
+	window := l.now.Sub(l.load.from)
+	if window < sparseWindow {
+		return nil
+	}
+	percent := int32(100 - 100*l.load.idle/window)
+	if l.load.from.IsZero() {
+		percent = 0
+	}
+	l.load.from, l.load.idle = l.now, 0
+	l.load.percent.Store(percent)
+	if percent < saturated || l.tasks.Load() < 2 {
+		return nil
+	}
+	for _, to := range l.g.bulk {
+		if to != l && to.load.percent.Load() <= spare && to.tasks.Load() < l.tasks.Load() {
+			return to
+		}
+	}
+	return nil
+}
+
+// move hands a task, with its children, watches, timers and the messages that wait for it, over to another loop. It is called
+// between the task's turns.
+func (l *eventLoop) move(r *Ref, to *eventLoop) {
+	if r.in != nil {
+		r.in.remove(r)
+	}
+	m := migration{r: r}
+	first, second := l, to
+	if to.index < l.index {
+		first, second = to, l
+	}
+	first.mu.Lock()
+	second.mu.Lock()
+	if to.state != running { // the end is near: it stays
+		second.mu.Unlock()
+		first.mu.Unlock()
+		r.wakePending.Store(true)
+		l.woken.push(r)
+		return
+	}
+	r.place.moving = true
+	m.take(l, r)
+	m.posts = l.takePosts(r)
+	r.place.at.Store(to)
+	to.inbox = append(to.inbox, message{f: func() { to.adopt(&m) }})
+	interrupt := to.asleep
+	to.asleep = false
+	second.mu.Unlock()
+	first.mu.Unlock()
+	if interrupt {
+		to.poll.interrupt()
+	}
+}
+
+// A migration is what goes along with a task.
+type migration struct {
+	r       *Ref
+	watches []watched
+	timers  []*Timer
+	posts   []func()
+}
+
+type watched struct {
+	r     *Ref
+	fd    int
+	ready func(Events)
+}
+
+// take collects what r and its children have on a loop, whose mu is held.
+func (m *migration) take(l *eventLoop, r *Ref) {
+	for fd, w := range r.watches {
+		m.watches = append(m.watches, watched{r, fd, w.ready})
+		l.poll.unwatch(w)
+		l.watches.Add(-1)
+	}
+	clear(r.watches)
+	for t := range r.timers {
+		if t.index >= 0 {
+			heap.Remove(&l.timers, t.index)
+			m.timers = append(m.timers, t)
+		}
+	}
+	for c := range r.children {
+		m.take(l, c)
+	}
+	if r.parent == nil {
+		delete(l.roots, r)
+		l.tasks.Add(-1)
+	}
+}
+
+// takePosts takes the functions that were posted to r and its children, in their order; their wakes are dropped, because
+// everybody is woken in the end. mu is held.
+func (l *eventLoop) takePosts(r *Ref) (posts []func()) {
+	filter := func(list []message) []message {
+		kept := list[:0]
+		for _, m := range list {
+			switch {
+			case m.ref == nil || m.ref.place != r.place:
+				kept = append(kept, m)
+			case m.f != nil:
+				posts = append(posts, m.f)
+			}
+		}
+		clear(list[len(kept):])
+		return kept
+	}
+	waiting := filter(l.posts[l.postsAt:])
+	l.posts = append(l.posts[:l.postsAt], waiting...)
+	l.inbox = filter(l.inbox)
+	return posts
+}
+
+// adopt takes a task over. It is the first message of the task that the loop gets.
+func (l *eventLoop) adopt(m *migration) {
+	r := m.r
+	l.roots[r] = struct{}{}
+	l.tasks.Add(1)
+	for _, w := range m.watches {
+		// The descriptor may not be watched only if the process is out of memory: then the task sees what it reads.
+		if err := w.r.Watch(w.fd, w.ready); err != nil {
+			w.ready(HangUp | Failed)
+		}
+	}
+	l.mu.Lock()
+	for _, t := range m.timers {
+		t.l = l
+		heap.Push(&l.timers, t)
+	}
+	l.mu.Unlock()
+	r.place.moving = false
+	r.wakeAll()
+	for _, f := range m.posts {
+		f()
+	}
+}
+
+// wakeAll gives a task and all of its children a turn: what woke them while they moved is not known.
+func (r *Ref) wakeAll() {
+	r.wakePending.Store(true)
+	r.enqueue()
+	for c := range r.children {
+		c.wakeAll()
+	}
+}

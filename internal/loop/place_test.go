@@ -1,0 +1,240 @@
+package loop
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// startLoops runs a group of sparse and bulk threads until the test ends.
+func startLoops(t *testing.T, bulk, sparse int) *Group {
+	t.Helper()
+	g, err := New(Config{Loops: bulk, Sparse: sparse, Now: time.Now})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error)
+	go func() { done <- g.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		if got := g.Stats(); got != (Stats{}) {
+			t.Errorf("after the end the group holds %+v, want nothing", got)
+		}
+	})
+	return g
+}
+
+func TestTasksMoveBetweenSparseAndBulkLoops(t *testing.T) {
+	m := NewManualLoops(epoch, 1, 1)
+	defer func() {
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	var moves int // bytes that each turn moves
+	turns := 0
+	ticks := 0
+	r := m.Group().Add(func(r *Ref) Task {
+		r.After(time.Second, func() { ticks++ })
+		return turnFunc(func(int) bool { turns++; r.Moved(moves); return false })
+	})
+	wake := func() { r.Wake(); m.Settle() }
+	m.Settle()
+	if r.home().bulk {
+		t.Fatal("a new task begins on a bulk loop")
+	}
+	moves = bulkBytes/2 + 1
+	wake()
+	m.Advance(bulkWindow + time.Millisecond) // too slowly for bulk
+	wake()
+	wake()
+	if r.home().bulk {
+		t.Error("a task that moved its bytes slowly went to a bulk loop")
+	}
+	wake()
+	wake()
+	if !r.home().bulk {
+		t.Error("a task that moved more than 1 MiB within 100 ms is not on a bulk loop")
+	}
+	before := turns
+	wake()
+	if turns == before {
+		t.Error("after its move the task is not woken")
+	}
+	moves = 1000
+	m.Advance(sparseWindow)
+	wake() // ends the window of the bulk bytes
+	m.Advance(sparseWindow)
+	wake()
+	if r.home().bulk {
+		t.Error("a task that moved little for 200 ms is still on a bulk loop")
+	}
+	m.Advance(time.Second)
+	if ticks != 1 {
+		t.Errorf("a timer of a task that moved twice fired %d times, want once", ticks)
+	}
+	r.Post(r.Remove)
+	m.Settle()
+}
+
+// TestMovesLoseNothing lets tasks with watches, timers, children and posts move between loops all the time.
+func TestMovesLoseNothing(t *testing.T) {
+	g := startLoops(t, 2, 2)
+	var wg sync.WaitGroup
+	for i := range 6 {
+		pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		task := &mover{fd: pair[0], rng: rand.New(rand.NewPCG(2, uint64(i)))}
+		ref := g.Add(task.start)
+		wg.Go(func() { // what is written comes back in order, through the child
+			rng := rand.New(rand.NewPCG(3, uint64(i)))
+			var posted []int
+			n := 0
+			for round := range 300 {
+				size := 1 + rng.IntN(64<<10)
+				if err := exchange(pair[1], byte(round), size); err != nil {
+					t.Errorf("task %d, round %d: %v", i, round, err)
+					break
+				}
+				for range rng.IntN(4) {
+					k := n
+					n++
+					if !ref.Post(func() { posted = append(posted, k) }) {
+						t.Errorf("task %d: a post is refused", i)
+					}
+				}
+			}
+			got := make(chan struct{})
+			ref.Post(func() {
+				if len(posted) != n || !slices.IsSorted(posted) {
+					t.Errorf("task %d: %d of %d posts ran, sorted %v", i, len(posted), n, slices.IsSorted(posted))
+				}
+				if task.ticks == 0 {
+					t.Errorf("task %d: its timer does not fire", i)
+				}
+				if task.homes < 3 {
+					t.Errorf("task %d: moved %d times; the test is to be about moves", i, task.homes)
+				}
+				ref.Remove()
+				close(got)
+			})
+			<-got
+			unix.Close(pair[0])
+			unix.Close(pair[1])
+		})
+	}
+	wg.Wait()
+}
+
+// exchange writes size bytes and reads them back.
+func exchange(fd int, b byte, size int) error {
+	out := make([]byte, size)
+	for i := range out {
+		out[i] = b
+	}
+	in, limit := 0, time.Now().Add(10*time.Second)
+	buf := make([]byte, 64<<10)
+	for in < size {
+		n := 0
+		if len(out) > 0 {
+			if k, err := unix.Write(fd, out); err == nil {
+				out, n = out[k:], k
+			}
+		}
+		k, err := unix.Read(fd, buf)
+		switch {
+		case err == nil && k == 0:
+			return io.ErrUnexpectedEOF
+		case err == nil:
+			for _, x := range buf[:k] {
+				if x != b {
+					return fmt.Errorf("read %d, want %d", x, b)
+				}
+			}
+			in += k
+		case !errors.Is(err, unix.EAGAIN):
+			return err
+		case n == 0:
+			if time.Now().After(limit) {
+				return fmt.Errorf("%d of %d bytes came back: a wake-up was lost", in, size)
+			}
+			p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+			if len(out) > 0 {
+				p[0].Events |= unix.POLLOUT
+			}
+			if _, err := unix.Poll(p, 1000); err != nil && !errors.Is(err, unix.EINTR) {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// A mover echoes by a child, and claims to move much or little by turns, so that it is moved.
+type mover struct {
+	fd    int
+	rng   *rand.Rand
+	r     *Ref
+	last  *eventLoop
+	homes int
+	ticks int
+	left  []byte
+}
+
+func (m *mover) start(r *Ref) Task {
+	m.r = r
+	m.tick()
+	c := r.Child(func(*Ref) Task { return turnFunc(m.echo) })
+	if err := r.Watch(m.fd, func(Events) { c.WakeLocal() }); err != nil {
+		return nil
+	}
+	return turnFunc(func(budget int) bool {
+		if h := r.home(); h != m.last {
+			m.last = h
+			m.homes++
+		}
+		r.Moved(m.rng.IntN(3 * bulkBytes / 2))
+		r.place.since = r.place.since.Add(-sparseWindow / 4) // windows pass quickly
+		if m.rng.IntN(2) == 0 {
+			r.place.moved = 0
+		}
+		return r.RunChildren(budget)
+	})
+}
+
+func (m *mover) tick() {
+	m.r.After(time.Millisecond, func() { m.ticks++; m.r.Wake(); m.tick() })
+}
+
+func (m *mover) echo(int) bool {
+	p := m.r.Scratch()[:8<<10]
+	for {
+		if len(m.left) > 0 {
+			n, err := unix.Write(m.fd, m.left)
+			if err != nil {
+				return false
+			}
+			m.left = m.left[n:]
+			continue
+		}
+		n, err := unix.Read(m.fd, p)
+		if err != nil || n == 0 {
+			return false
+		}
+		m.left = slices.Clone(p[:n])
+	}
+}
