@@ -49,11 +49,19 @@ func accept(fd, flags int) (int, error) {
 	}
 }
 
+// clientPorts are 32768 to 65535, as unix.IP_LOCAL_PORT_RANGE has them. The first is the default of Linux; ztun delivers inbound
+// plaintext from the client's address and ports below, and a client that uses the same one is not answered.
+const clientPorts = 65535<<16 | 32768
+
 // connect makes a blocking connection.
 func connect(to *unix.SockaddrInet4) (int, error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return -1, os.NewSyscallError("socket", err)
+	}
+	if err := unix.SetsockoptInt(fd, unix.SOL_IP, unix.IP_LOCAL_PORT_RANGE, clientPorts); err != nil && err != unix.ENOPROTOOPT { // Linux 6.3
+		unix.Close(fd)
+		return -1, os.NewSyscallError("setsockopt IP_LOCAL_PORT_RANGE", err)
 	}
 	for {
 		switch err := unix.Connect(fd, to); err {
