@@ -42,8 +42,9 @@ type Target struct {
 }
 
 // A Stream is one CONNECT that was answered with 200: a loop.Conn whose calls belong on the loop of its tunnel.
-// Reset sends RST_STREAM(CANCEL); a received RST_STREAM with a code other than NO_ERROR, and a lost tunnel, read as
-// loop.ErrReset. LocalAddr and RemoteAddr are those of the tunnel.
+// Reset sends RST_STREAM(CANCEL). A received RST_STREAM reads as loop.ErrReset: at once, or, with the code NO_ERROR, after what
+// came before it, unless END_STREAM did. So does a lost tunnel for a stream whose END_STREAM has not arrived; one that was
+// received in full stays readable until it is closed. LocalAddr and RemoteAddr are those of the tunnel.
 type Stream interface {
 	loop.Conn
 
@@ -57,7 +58,8 @@ type Stream interface {
 	Response() Headers
 }
 
-// A Dialer opens the TCP connections of tunnels: marked sockets of the source's network namespace.
+// A Dialer opens the TCP connections of tunnels: marked sockets of the source's network namespace. It may return a Stream as
+// well: the tunnel is then a child of the one that carries it (double HBONE).
 type Dialer interface {
 	Dial(ctx context.Context, dst netip.AddrPort) (loop.Conn, error)
 }

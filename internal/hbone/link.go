@@ -126,7 +126,12 @@ func (c *recordConn) SetWriteDeadline(time.Time) error { return nil }
 
 // handshake makes a link of a connection that is not attached; it fails when ctx ends. The connection is closed if it fails.
 func handshake(ctx context.Context, g *loop.Group, conn loop.Conn, cfg *tls.Config, server bool) (*link, error) {
-	rc := &recordConn{blocked: g.Blocking(ctx, conn)}
+	rc := new(recordConn)
+	if r := carrier(conn); r != nil {
+		rc.blocked = r.Blocking(ctx, conn)
+	} else {
+		rc.blocked = g.Blocking(ctx, conn)
+	}
 	cfg = cfg.Clone()
 	cfg.NextProtos = []string{"h2"}
 	cfg.DynamicRecordSizingDisabled = true // we write large batches or what there is
@@ -169,6 +174,9 @@ type link struct {
 	whole  bool   // kept may hold whole records, and no event will tell
 	store  []byte // where unsent lies
 	unsent []byte // sealed, and not taken by the socket
+
+	over   bool // the peer has ended its side, or the connection broke
+	closed bool
 }
 
 // read appends to p what arrived, opened, within p's capacity and about limit bytes. scratch is used meanwhile. again means
@@ -190,8 +198,9 @@ func (l *link) read(p, scratch []byte, limit int) (_ []byte, again bool, err err
 				return p, true, nil
 			}
 		case errors.Is(err, io.EOF):
-			l.rc.eof = true
+			l.rc.eof, l.over = true, true
 		case err != nil:
+			l.over = true
 			return p, false, err
 		}
 		l.whole = false
@@ -202,6 +211,7 @@ func (l *link) read(p, scratch []byte, limit int) (_ []byte, again bool, err err
 		}
 		l.rc.in = nil
 		if err != nil {
+			l.over = l.over || errors.Is(err, io.EOF) // a close_notify
 			return p, false, err
 		}
 	}
@@ -229,6 +239,7 @@ func (l *link) readPlain(p []byte, limit int) (_ []byte, again bool, err error) 
 			return p, true, nil
 		}
 		if err != nil {
+			l.over = true
 			return p, false, err
 		}
 		p = p[:len(p)+n]
@@ -294,19 +305,46 @@ func (l *link) send(p, scratch []byte) error {
 	return nil
 }
 
-// close ends the connection; what the socket took is still delivered. p is sent if the socket takes it at once.
-func (l *link) close(p, scratch []byte) {
-	if done, err := l.flush(); done && err == nil {
-		if l.tls == nil || l.send(p, scratch) == nil {
-			if l.tls != nil && len(l.unsent) == 0 {
-				_ = l.tls.Close() // the alert goes to rc.out
-				p = nil
-			}
-			if len(l.unsent) == 0 {
-				_ = l.send(nil, scratch)
-			}
+// finish ends our side of the connection: p, a close_notify and a FIN are sent, if the socket takes them at once. What it took
+// is delivered, provided that discard goes on until the peer has ended its side.
+func (l *link) finish(p, scratch []byte) {
+	done, err := l.flush()
+	if done && err == nil && l.send(p, scratch) == nil && l.tls != nil && len(l.unsent) == 0 {
+		_ = l.tls.Close() // the alert goes to rc.out
+		_ = l.send(nil, scratch)
+	}
+	l.kept = nil
+	l.drop()
+	if l.over || l.conn.CloseWrite() != nil {
+		l.close()
+	}
+}
+
+// discard drops about limit bytes of what the peer still sends, and closes the connection at its end. more means that there
+// may be more now.
+func (l *link) discard(scratch []byte, limit int) (more bool) {
+	for !l.closed {
+		n, err := l.conn.TryRead(scratch)
+		switch {
+		case errors.Is(err, loop.ErrAgain):
+			return false
+		case err != nil:
+			l.close()
+			return false
+		}
+		if limit -= n; limit <= 0 {
+			return true
 		}
 	}
+	return false
+}
+
+// close releases the connection.
+func (l *link) close() {
+	if l.closed {
+		return
+	}
+	l.closed = true
 	_ = l.conn.Close()
 	l.kept = nil
 	l.drop()

@@ -252,7 +252,7 @@ func (p *Pool) dial(ctx context.Context, e *entry) error {
 	start := p.cfg.Group.Now()
 	cfg, err := p.cfg.TLS(hs, e.accept)
 	if err != nil {
-		_ = conn.Reset()
+		giveUp(conn)
 		return fail(PhaseHandshake, err)
 	}
 	l, err := handshake(hs, p.cfg.Group, conn, requireAccepted(cfg, e.accept), false)
@@ -262,11 +262,11 @@ func (p *Pool) dial(ctx context.Context, e *entry) error {
 	l.buffers = p.bufs
 	peer, err := accepted(l.tls.ConnectionState(), e.accept)
 	if err != nil {
-		_ = l.conn.Reset()
+		giveUp(l.conn)
 		return fail(PhaseHandshake, err)
 	}
 	pt := &pooled{p: p, e: e, limit: p.cfg.MaxStreams}
-	started := startTunnel(tunnelConfig{
+	started := startTunnel(ctx, tunnelConfig{
 		group: p.cfg.Group, link: l, settings: p.cfg.Settings, owner: pt, peer: peer, buffers: p.bufs,
 		settle: max(time.Millisecond, p.cfg.HandshakeTimeout-p.cfg.Group.Now().Sub(start)),
 	}, pt.ready)
@@ -430,7 +430,7 @@ func (p *Pool) Close(ctx context.Context) error {
 	}
 	p.mu.Lock()
 	for pt := range p.tunnels {
-		pt.t.ref.Post(func() { pt.t.die(errTunnelClosed) })
+		pt.t.ref.Post(pt.t.cut)
 	}
 	p.mu.Unlock()
 	_ = p.await(context.WithoutCancel(ctx))

@@ -85,7 +85,7 @@ func (s *Server) setUp(ctx context.Context, conn loop.Conn) error {
 	}
 	l.buffers = s.bufs
 	left := max(time.Millisecond, s.cfg.HandshakeTimeout-s.cfg.Group.Now().Sub(start))
-	startTunnel(tunnelConfig{
+	startTunnel(ctx, tunnelConfig{
 		group: s.cfg.Group, link: l, server: true, settings: s.cfg.Settings, owner: (*serverOwner)(s), peer: peer,
 		buffers: s.bufs, settle: left,
 	}, func(t *tunnel) {
@@ -195,7 +195,7 @@ func (s *Server) Close(ctx context.Context) error {
 	}
 	s.mu.Lock()
 	for t := range s.tunnels {
-		t.ref.Post(func() { t.die(errTunnelClosed) })
+		t.ref.Post(t.cut)
 	}
 	s.mu.Unlock()
 	_ = s.await(context.WithoutCancel(ctx))

@@ -388,9 +388,9 @@ func benchPlain(b *testing.B, size int) {
 	var client, srv *tunnel
 	ready := make(chan struct{}, 2)
 	bufs := new(buffers)
-	startTunnel(tunnelConfig{group: g, link: &link{conn: c, buffers: bufs}, server: true, owner: server, buffers: bufs, settle: time.Hour},
+	startTunnel(b.Context(), tunnelConfig{group: g, link: &link{conn: c, buffers: bufs}, server: true, owner: server, buffers: bufs, settle: time.Hour},
 		func(t *tunnel) { srv = t; ready <- struct{}{} })
-	startTunnel(tunnelConfig{group: g, link: &link{conn: a, buffers: bufs}, owner: server, buffers: bufs, settle: time.Hour},
+	startTunnel(b.Context(), tunnelConfig{group: g, link: &link{conn: a, buffers: bufs}, owner: server, buffers: bufs, settle: time.Hour},
 		func(t *tunnel) { client = t; ready <- struct{}{} })
 	<-ready
 	<-ready
@@ -401,7 +401,7 @@ func benchPlain(b *testing.B, size int) {
 		client.open(o)
 		<-done
 	}
-	srv.ref.Post(func() { srv.die(errTunnelClosed) })
+	srv.ref.Post(func() { srv.cut() })
 }
 
 // benchLink is the ceiling: what the TLS link moves in batches of the size that a tunnel has, without HTTP/2.
@@ -566,5 +566,29 @@ func BenchmarkPingBesideBulk(b *testing.B) {
 			b.ReportMetric(float64(rtts[len(rtts)*99/100].Microseconds()), "p99-us")
 			b.ReportMetric(float64(got.Load())/time.Since(start).Seconds()/1e6, "bulk-MB/s")
 		})
+	}
+}
+
+// TestTunnelCloseSockets: servers that close each tunnel as soon as its stream has ended cut none, with the kernel's sockets.
+func TestTunnelCloseSockets(t *testing.T) {
+	const rounds, size = 20, 3 << 20
+	tm := newThreadMesh(t, handlerFunc(func(_ context.Context, r *Request) {
+		_ = r.Accept(Headers{}, func(s Stream) {
+			s.(*stream).t.drain()
+			(&exchange{s: s, left: pattern(size)}).start()
+		})
+	}))
+	done := make(chan *exchange, 1)
+	cut := 0
+	for range rounds {
+		x := &exchange{s: tm.open(t)}
+		x.done = func() { done <- x }
+		x.s.Ref().Post(func() { _ = x.s.CloseWrite(); x.start() })
+		if <-done; x.err != io.EOF || len(x.got) != size {
+			cut++
+		}
+	}
+	if cut > 0 {
+		t.Errorf("%d of %d streams were cut", cut, rounds)
 	}
 }

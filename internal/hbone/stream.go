@@ -38,7 +38,7 @@ type stream struct {
 
 	lending  bool // the queue holds pieces of the turn's buffer
 	gotEnd   bool
-	noWrite  bool // the peer wants nothing more: RST_STREAM(NO_ERROR)
+	noWrite  bool // RST_STREAM(NO_ERROR): the peer wants nothing more; what it sent is good, but no end without END_STREAM
 	reset    bool
 	answered bool // of a request
 	released bool
@@ -70,12 +70,21 @@ func (s *stream) wake() {
 	}
 }
 
+// broken reports that nothing can be sent any more.
 func (s *stream) broken() bool { return s.reset || s.released || s.t.dead() }
+
+// unreadable reports that nothing can be read any more. What was received in full does not need the tunnel.
+func (s *stream) unreadable() bool {
+	return s.reset || s.released || s.t.ref.Removed() || s.t.err != nil && !s.gotEnd
+}
 
 // nothing is the error of a read that finds the queue empty.
 func (s *stream) nothing() error {
-	if s.gotEnd {
+	switch {
+	case s.gotEnd:
 		return io.EOF
+	case s.noWrite:
+		return loop.ErrReset // truncated
 	}
 	return loop.ErrAgain
 }
@@ -88,7 +97,7 @@ func (s *stream) took(n int) {
 }
 
 func (s *stream) TryRead(p []byte) (int, error) {
-	if s.broken() {
+	if s.unreadable() {
 		return 0, loop.ErrReset
 	}
 	if s.queue.empty() {
@@ -116,7 +125,7 @@ func (s *stream) TryReadv(bufs [][]byte) (int, error) {
 
 // TryWriteTo implements loop.Sender: what arrived in this turn goes to dst from where it was decrypted.
 func (s *stream) TryWriteTo(dst loop.Conn, limit int) (int, error) {
-	if s.broken() {
+	if s.unreadable() {
 		return 0, loop.ErrReset
 	}
 	if s.queue.empty() {
@@ -244,13 +253,14 @@ func (s *stream) release() bool {
 	if s.cancel != nil {
 		s.cancel()
 	}
-	if s.t.dead() {
-		return false
-	}
 	if s.t.streams[s.id] == s {
 		delete(s.t.streams, s.id)
 	}
 	s.t.owner.released(s.t)
+	if s.t.dead() {
+		s.t.wakeEnded()
+		return false
+	}
 	return true
 }
 
@@ -264,7 +274,7 @@ func (s *stream) wasReset(code http2.ErrCode, err error) {
 		return
 	}
 	if code == http2.ErrCodeNo {
-		s.gotEnd, s.noWrite = true, true
+		s.noWrite = true
 	} else {
 		s.reset = true
 		s.queue = queue{}
@@ -276,14 +286,22 @@ func (s *stream) wasReset(code http2.ErrCode, err error) {
 	s.wake()
 }
 
+// complete reports that the stream needs its tunnel no more: all that its application can still get is in the queue.
+func (s *stream) complete() bool {
+	return s.gotEnd && !s.reset && !s.released && s.opening == nil && (s.answered || !s.t.eng.cfg.Server)
+}
+
 // lost is the end of the tunnel.
 func (s *stream) lost(err error) {
+	delete(s.t.streams, s.id)
 	s.reset = true
+	s.queue = queue{}
 	if s.cancel != nil {
 		s.cancel()
 	}
 	if o := s.opening; o != nil {
 		s.opening = nil
+		s.released = true
 		s.t.opened(o, nil, err)
 	}
 	s.wake()

@@ -46,9 +46,14 @@ type tunnel struct {
 	vec     [][]byte  // for TryWriteTo
 	inTurn  bool
 	err     error // set once the tunnel is over
-	ended   bool
+	ended   bool  // what is left is to close the link, and streams that were received in full
+	cutting bool  // nothing is left
+	parent  *loop.Ref
 	settle  *loop.Timer // until the peer's SETTINGS arrive
 }
+
+// lingerTime is how long a tunnel that was closed waits for the peer to close its side too.
+const lingerTime = time.Second
 
 type tunnelConfig struct {
 	group    *loop.Group
@@ -61,9 +66,9 @@ type tunnelConfig struct {
 	settle   time.Duration // for the peer's SETTINGS
 }
 
-// startTunnel makes a task of a link. ready is called on its loop, before its first turn. It returns false if the group has
-// ended; the link is then closed.
-func startTunnel(cfg tunnelConfig, ready func(t *tunnel)) bool {
+// startTunnel makes a task of a link, or, if the link is over a stream, a child of the tunnel that carries it. ready is called
+// on its loop, before its first turn. It returns false if the group, or that tunnel, has ended; the link is then closed.
+func startTunnel(ctx context.Context, cfg tunnelConfig, ready func(t *tunnel)) bool {
 	t := &tunnel{
 		link:    cfg.link,
 		owner:   cfg.owner,
@@ -72,8 +77,9 @@ func startTunnel(cfg tunnelConfig, ready func(t *tunnel)) bool {
 		local:   cfg.link.conn.LocalAddr(),
 		remote:  cfg.link.conn.RemoteAddr(),
 		streams: make(map[uint32]*stream),
+		parent:  carrier(cfg.link.conn),
 	}
-	ref := cfg.group.Add(func(r *loop.Ref) loop.Task {
+	start := func(r *loop.Ref) loop.Task {
 		t.ref = r
 		t.eng = NewEngine(EngineConfig{Server: cfg.server, Settings: cfg.settings, buffers: cfg.buffers}, (*tunnelEvents)(t), r.Now())
 		if err := t.link.conn.Attach(r); err != nil {
@@ -85,17 +91,53 @@ func startTunnel(cfg tunnelConfig, ready func(t *tunnel)) bool {
 		})
 		ready(t)
 		return t
-	})
-	if ref == nil {
-		_ = cfg.link.conn.Reset()
 	}
-	return ref != nil
+	if t.parent != nil {
+		started := false
+		_ = loop.Await(context.WithoutCancel(ctx), func(wake func()) {
+			posted := t.parent.Post(func() {
+				if started = t.parent.Child(start) != nil; !started {
+					_ = cfg.link.conn.Reset()
+				}
+				wake()
+			})
+			if !posted {
+				wake()
+			}
+		})
+		return started
+	}
+	if cfg.group.Add(start) == nil {
+		_ = cfg.link.conn.Reset()
+		return false
+	}
+	return true
+}
+
+// carrier is the Ref of the tunnel whose stream a connection is, or nil.
+func carrier(c loop.Conn) *loop.Ref {
+	if s, ok := c.(interface{ Ref() *loop.Ref }); ok {
+		return s.Ref()
+	}
+	return nil
+}
+
+// giveUp resets a connection that is not attached; safe from any goroutine.
+func giveUp(c loop.Conn) {
+	if r := carrier(c); r != nil {
+		r.Post(func() { _ = c.Reset() })
+		return
+	}
+	_ = c.Reset()
 }
 
 func (t *tunnel) String() string { return fmt.Sprintf("tunnel %v-%v", t.local, t.remote) }
 
 // Turn implements loop.Task.
 func (t *tunnel) Turn(budget int) (more bool) {
+	if t.ended {
+		return t.linger(budget)
+	}
 	t.inTurn = true
 	var plain []byte
 	if t.err == nil {
@@ -115,7 +157,7 @@ func (t *tunnel) Turn(budget int) (more bool) {
 	}
 	if t.err != nil {
 		t.end()
-		return false
+		return false // what is left to do wakes it
 	}
 	return more
 }
@@ -170,8 +212,8 @@ func (t *tunnel) kick() {
 	}
 }
 
-// die marks the tunnel as over: from here on every stream reads as reset. What has to be done on the way out happens at the
-// end of the turn.
+// die marks the tunnel as over: from here on every stream that was not received in full reads as reset. What has to be done
+// on the way out happens at the end of the turn.
 func (t *tunnel) die(err error) {
 	if t.err != nil {
 		return
@@ -182,23 +224,64 @@ func (t *tunnel) die(err error) {
 	}
 }
 
-// end is the last thing that happens.
+// end closes our side. The streams whose end has not arrived are lost.
 func (t *tunnel) end() {
-	if t.ended {
-		return
-	}
 	t.ended = true
 	t.owner.noNewStreams(t)
 	t.eng.Close(http2.ErrCodeNo)
-	t.link.close(t.eng.Output(), t.ref.Scratch())
+	t.link.finish(t.eng.Output(), t.ref.Scratch())
 	t.eng.Sent()
-	for _, id := range slices.Sorted(maps.Keys(t.streams)) { // in an order that replays
-		if s := t.streams[id]; s != nil {
+	t.letGo(func(s *stream) bool { return s.complete() })
+	t.ref.After(lingerTime, func() {
+		t.link.close()
+		t.wakeEnded()
+	})
+	t.linger(maxLinger)
+}
+
+// letGo loses the streams that are not to be kept, in an order that replays.
+func (t *tunnel) letGo(keep func(s *stream) bool) {
+	for _, id := range slices.Sorted(maps.Keys(t.streams)) {
+		if s := t.streams[id]; s != nil && !keep(s) {
 			s.lost(t.err)
 		}
 	}
+}
+
+// maxLinger bounds a turn of linger, in bytes of the peer's that are dropped.
+const maxLinger = 256 << 10
+
+// linger is what is left to do after the end. The peer's frames are read and dropped until it closes its side: a socket that
+// is closed with bytes unread resets the connection, and the peer would lose what it has not read. Streams that were received
+// in full stay until their applications have taken everything.
+func (t *tunnel) linger(budget int) (more bool) {
+	if t.cutting || t.parent != nil && t.parent.Removed() {
+		t.link.close()
+		t.letGo(func(*stream) bool { return false })
+	}
+	if t.link.discard(t.ref.Scratch(), min(budget, maxLinger)) {
+		more = true
+	}
+	if len(t.streams) > 0 || !t.link.closed {
+		return t.ref.RunChildren(budget) || more
+	}
 	t.ref.Remove() // the relays have their last turn here
 	t.owner.gone(t, t.err)
+	return false
+}
+
+// wakeEnded gives a tunnel that has ended a turn, to see whether it may go.
+func (t *tunnel) wakeEnded() {
+	if t.ended && !t.ref.Removed() {
+		t.ref.WakeLocal()
+	}
+}
+
+// cut ends the tunnel and all its streams at once.
+func (t *tunnel) cut() {
+	t.die(errTunnelClosed)
+	t.cutting = true
+	t.wakeEnded()
 }
 
 // dead reports that nothing can be done with the streams any more.

@@ -217,7 +217,7 @@ func (x *exchange) Turn(int) bool {
 	p := make([]byte, 64<<10)
 	for {
 		n, err := x.s.TryRead(p)
-		if errors.Is(err, loop.ErrAgain) {
+		if errors.Is(err, loop.ErrAgain) || errors.Is(err, io.EOF) && len(x.left) > 0 {
 			return false
 		}
 		if err != nil {

@@ -1,0 +1,255 @@
+package hbone
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"testing"
+	"time"
+
+	"golang.org/x/net/http2"
+
+	"ztun.dev/ztun/internal/loop"
+)
+
+// A gate is a Conn that nothing is read from while it is shut.
+type gate struct {
+	loop.Conn
+	shut bool
+	ref  *loop.Ref
+}
+
+func (g *gate) Attach(r *loop.Ref) error {
+	g.ref = r
+	return g.Conn.Attach(r)
+}
+
+func (g *gate) TryRead(p []byte) (int, error) {
+	if g.shut {
+		return 0, loop.ErrAgain
+	}
+	return g.Conn.TryRead(p)
+}
+
+// answering is a handler that sends n bytes and END_STREAM at once, and then waits for the peer's.
+func answering(n int) handlerFunc {
+	return func(_ context.Context, r *Request) {
+		_ = r.Accept(Headers{}, func(s Stream) { (&exchange{s: s, left: pattern(n)}).start() })
+	}
+}
+
+// TestTunnelEndsBeforeReader: what was received in full is the application's, however late it comes for it and whatever
+// became of the tunnel.
+func TestTunnelEndsBeforeReader(t *testing.T) {
+	const size = 2 << 20
+	for _, how := range []string{"drained", "reset"} {
+		t.Run(how, func(t *testing.T) {
+			ms := newMesh(t, meshConfig{handler: answering(size)})
+			s := ms.mustOpen()
+			s.Ref().Post(func() { _ = s.CloseWrite() })
+			ms.m.Settle()
+			if how == "drained" {
+				ms.server.Drain()
+			} else {
+				for tn := range ms.server.tunnels {
+					tn.ref.Post(func() { _ = tn.link.conn.Reset(); tn.cut() })
+				}
+			}
+			ms.m.Settle()
+			if n := ms.server.Tunnels(); n != 0 {
+				t.Fatalf("the server has %d tunnels, want none", n)
+			}
+			x := startExchange(s, nil)
+			ms.m.Settle()
+			if x.err != io.EOF || !bytes.Equal(x.got, pattern(size)) {
+				t.Errorf("%d bytes, then %v; want the %d that were received, and the end", len(x.got), x.err, size)
+			}
+			if st := ms.pool.Stats(); st != (PoolStats{}) {
+				t.Errorf("left: %+v", st)
+			}
+		})
+	}
+}
+
+// TestTunnelEndAndFINInOneRead: the end of a stream and that of the connection arrive together, with all the data.
+func TestTunnelEndAndFINInOneRead(t *testing.T) {
+	const size = 100 << 10
+	ms := newMesh(t, meshConfig{handler: answering(size)})
+	var gates []*gate
+	ms.wrap = func(c loop.Conn) loop.Conn {
+		g := &gate{Conn: c}
+		gates = append(gates, g)
+		return g
+	}
+	s := ms.mustOpen()
+	first := ms.mustOpen() // ends without END_STREAM of ours: what the peer sent is whole all the same
+	gates[0].shut = true
+	s.Ref().Post(func() { _ = s.CloseWrite() })
+	ms.m.Settle()
+	for tn := range ms.server.tunnels {
+		tn.ref.Post(func() { tn.die(errTunnelClosed) })
+	}
+	ms.m.Advance(2 * time.Second)
+	gates[0].shut = false
+	gates[0].ref.Wake()
+	xs := []*exchange{startExchange(s, nil), startExchange(first, nil)}
+	ms.m.Settle()
+	for i, x := range xs {
+		if x.err != io.EOF || !bytes.Equal(x.got, pattern(size)) {
+			t.Errorf("stream %d: %d bytes, then %v; want %d and the end", i, len(x.got), x.err, size)
+		}
+	}
+}
+
+// TestPoolCloseCutsReaders: at the end of Close nothing lingers, not even for an application that does not come.
+func TestPoolCloseCutsReaders(t *testing.T) {
+	ms := newMesh(t, meshConfig{handler: answering(1 << 20)})
+	s := ms.mustOpen()
+	var got error
+	s.Ref().Post(func() {
+		_ = s.CloseWrite()
+		s.Ref().Child(func(r *loop.Ref) loop.Task {
+			_ = s.Attach(r)
+			return turnFunc(func(int) bool {
+				if s.Ref().Removed() {
+					_, got = s.TryRead(make([]byte, 1))
+				}
+				return false
+			})
+		})
+	})
+	ms.m.Settle()
+	ms.server.Drain()
+	ms.m.Settle()
+	if st := ms.pool.Stats(); st.Tunnels != 1 {
+		t.Fatalf("%+v, want the tunnel that holds the stream", st)
+	}
+	ms.do(func(ctx context.Context) {
+		ctx, cancel := ms.m.Group().WithTimeout(ctx, time.Second)
+		defer cancel()
+		_ = ms.pool.Close(ctx)
+	})
+	if st := ms.pool.Stats(); st != (PoolStats{}) || !errors.Is(got, loop.ErrReset) {
+		t.Errorf("left: %+v; the reader saw %v, want a reset", st, got)
+	}
+}
+
+// A crossing Conn meets bytes of the peer's that were under way when it is closed: WINDOW_UPDATEs, as a rule.
+type crossing struct {
+	loop.Conn
+	peer loop.Conn
+}
+
+func (c *crossing) CloseWrite() error {
+	_, _ = c.peer.TryWrite(make([]byte, 64))
+	return c.Conn.CloseWrite()
+}
+
+func (c *crossing) Close() error {
+	_, _ = c.peer.TryWrite(make([]byte, 64))
+	return c.Conn.Close()
+}
+
+// TestTunnelCloseDelivers: a tunnel that is closed in order does not cut what it sent last, although the peer is still sending.
+func TestTunnelCloseDelivers(t *testing.T) {
+	const size = 100 << 10
+	ms := newMesh(t, meshConfig{handler: func(_ context.Context, r *Request) {
+		_ = r.Accept(Headers{}, func(s Stream) {
+			s.Ref().Child(func(r *loop.Ref) loop.Task {
+				_ = s.Attach(r)
+				return turnFunc(func(int) bool {
+					if _, err := s.TryRead(make([]byte, 1)); !errors.Is(err, io.EOF) {
+						return err == nil
+					}
+					_, _ = s.TryWrite(pattern(size)) // the last bytes, in the last turn
+					_ = s.Close()
+					r.Remove()
+					return false
+				})
+			})
+		})
+	}})
+	var ends []loop.Conn
+	ms.wrap = func(c loop.Conn) loop.Conn {
+		if ends = append(ends, c); len(ends) == 2 {
+			return &crossing{Conn: c, peer: ends[0]}
+		}
+		return c
+	}
+	s := ms.mustOpen()
+	for tn := range ms.server.tunnels {
+		tn.ref.Post(func() { tn.eng.Drain(); tn.eng.finalGoAway() }) // closes in the turn in which the stream ends
+	}
+	x := startExchange(s, []byte("x"))
+	ms.m.Settle()
+	if x.err != io.EOF || !bytes.Equal(x.got, pattern(size)) {
+		t.Errorf("%d bytes, then %v; want %d and the end", len(x.got), x.err, size)
+	}
+	if n := ms.server.Tunnels(); n != 0 {
+		t.Errorf("the server has %d tunnels, want none", n)
+	}
+}
+
+// TestTunnelLinger: a peer that never closes its side holds a closed tunnel for a second, and not more.
+func TestTunnelLinger(t *testing.T) {
+	ms := newMesh(t, meshConfig{})
+	var gates []*gate
+	ms.wrap = func(c loop.Conn) loop.Conn {
+		g := &gate{Conn: c}
+		gates = append(gates, g)
+		return g
+	}
+	s := ms.mustOpen()
+	s.Ref().Post(func() { _ = s.Close() })
+	ms.m.Settle()
+	gates[0].shut = true
+	for tn := range ms.server.tunnels {
+		tn.ref.Post(func() { tn.die(errTunnelClosed) })
+	}
+	ms.m.Advance(lingerTime - time.Millisecond)
+	if n := ms.server.Tunnels(); n != 1 {
+		t.Errorf("%d tunnels within the time to linger, want 1", n)
+	}
+	ms.m.Advance(time.Millisecond)
+	if n := ms.server.Tunnels(); n != 0 {
+		t.Errorf("%d tunnels after it, want none", n)
+	}
+	gates[0].shut = false
+	gates[0].ref.Wake()
+	ms.m.Settle()
+}
+
+// TestStreamResetNoError: RST_STREAM(NO_ERROR) ends only our sending. Without END_STREAM before it, what came is no whole.
+func TestStreamResetNoError(t *testing.T) {
+	for _, end := range []bool{false, true} {
+		ms := newMesh(t, meshConfig{handler: func(_ context.Context, r *Request) {
+			_ = r.Accept(Headers{}, func(s Stream) {
+				_, _ = s.TryWrite([]byte("part"))
+				if end {
+					_ = s.CloseWrite()
+				}
+				st := s.(*stream)
+				st.t.eng.Reset(st.id, http2.ErrCodeNo)
+				st.release()
+				st.t.kick()
+			})
+		}})
+		s := ms.mustOpen()
+		want := loop.ErrReset
+		if end {
+			want = io.EOF
+		}
+		x := &exchange{s: s}
+		s.Ref().Post(func() {
+			if _, err := s.TryWrite([]byte("unwanted")); !errors.Is(err, loop.ErrReset) {
+				t.Errorf("TryWrite = %v, want ErrReset", err)
+			}
+			x.start()
+		})
+		ms.m.Settle()
+		if string(x.got) != "part" || x.err != want {
+			t.Errorf("END_STREAM %v: read %q, then %v; want %q, then %v", end, x.got, x.err, "part", want)
+		}
+	}
+}
