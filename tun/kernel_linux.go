@@ -21,6 +21,7 @@ type Kernel struct {
 	families []int
 	state    *state
 	markedBy string
+	adopted  bool
 
 	mu sync.RWMutex // guards fd; held for reading during I/O, which never blocks
 	fd int          // -1 after Close
@@ -74,7 +75,7 @@ func Open(ctx context.Context, cfg Config) (*Kernel, error) {
 	}
 	return &Kernel{
 		cfg: cfg, index: s.link.Attrs().Index, ifaces: s.ifaces, addrs: s.addrs, families: s.families,
-		state: s.state, markedBy: s.markedBy, fd: s.fd,
+		state: s.state, markedBy: s.markedBy, adopted: s.adopted || s.leftovers, fd: s.fd,
 	}, nil
 }
 
@@ -106,6 +107,9 @@ func (k *Kernel) HasIPv6() bool { return slices.Contains(k.families, unix.AF_INE
 
 // MarkedBy returns MarkedByBPF or MarkedByNFT.
 func (k *Kernel) MarkedBy() string { return k.markedBy }
+
+// Adopted reports whether the netns was captured already, by a process that died.
+func (k *Kernel) Adopted() bool { return k.adopted }
 
 // Drops returns the packets lost so far.
 func (k *Kernel) Drops() Drops { return Drops{TooLong: k.tooLong.Load(), Full: k.full.Load()} }

@@ -78,6 +78,9 @@ func (k *Kernel) HasIPv6() bool { return false }
 // MarkedBy returns "".
 func (k *Kernel) MarkedBy() string { return "" }
 
+// Adopted returns false.
+func (k *Kernel) Adopted() bool { return false }
+
 // Drops returns zeros.
 func (k *Kernel) Drops() Drops { return Drops{} }
 

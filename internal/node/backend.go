@@ -15,8 +15,9 @@ import (
 
 // A backend captures the traffic of one pod and gives its flows to a handler.
 type backend interface {
-	serve(ctx context.Context) error // until ctx ends
-	close(ctx context.Context) error // gives the pod its network back; after serve
+	serve(ctx context.Context) error               // until ctx ends
+	close(ctx context.Context, release bool) error // after serve; release gives the pod its network back, otherwise it stays closed
+	found() bool                                   // the pod was captured already, by a process that died
 	refusals() refusals
 }
 
@@ -66,12 +67,13 @@ type tunBackend struct {
 	icmp   *underlay.ICMPRelay
 }
 
-// openTUN captures the pod; handle makes the handler of its flows once the pod's addresses are known. If it fails nothing is left.
-func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay, log *slog.Logger, handle func([]netip.Addr) (stack.Handler, error)) (_ *tunBackend, err error) {
+// openTUN captures the pod; handle makes the handler of its flows once the pod's addresses are known. If it fails nothing is left,
+// but for a pod that was found captured, or that is held.
+func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay, log *slog.Logger, hold bool, handle func([]netip.Addr) (stack.Handler, error)) (_ *tunBackend, err error) {
 	b := new(tunBackend)
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, b.close(ctx))
+			err = errors.Join(err, b.close(ctx, !hold && !b.found()))
 		}
 	}()
 	b.device, err = tun.Open(ctx, tun.Config{
@@ -86,8 +88,8 @@ func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay,
 		return nil, err
 	}
 	b.stack, err = stack.New(stack.Config{
-		Device: b.device, Group: n.group, Handler: handler, Log: log, Limits: n.limits, MaxInFlight: int(n.cfg.MaxInFlightPerPod),
-		KeepaliveTime: n.cfg.KeepaliveTime, KeepaliveInterval: n.cfg.KeepaliveInterval, KeepaliveRetries: int(n.cfg.KeepaliveRetries),
+		Device: lent{b.device}, Group: n.group, Handler: handler, Log: log, Limits: n.limits, MaxInFlight: int(n.cfg.MaxInFlightPerPod),
+		KeepaliveTime: n.keepaliveTime(), KeepaliveInterval: n.cfg.KeepaliveInterval, KeepaliveRetries: int(n.cfg.KeepaliveRetries),
 		UserTimeout: -1, // it would cut an application that stops reading for a while
 	})
 	if err != nil {
@@ -112,20 +114,32 @@ func (b *tunBackend) refusals() refusals {
 	return refusals{evicted: s.Drops[stack.DropEvicted], limited: s.Drops[stack.DropLimit]}
 }
 
-func (b *tunBackend) close(ctx context.Context) (err error) {
+func (b *tunBackend) found() bool { return b.device != nil && b.device.Adopted() }
+
+func (b *tunBackend) close(ctx context.Context, release bool) (err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
 	defer cancel()
 	if b.icmp != nil {
 		err = b.icmp.Close(ctx)
 	}
-	if b.device != nil {
-		err = errors.Join(err, b.device.Unenrol(ctx))
-	}
-	if b.stack != nil {
+	if b.stack != nil { // while its resets still reach the applications
 		err = errors.Join(err, b.stack.Close())
+	}
+	switch {
+	case b.device == nil:
+	case release:
+		err = errors.Join(err, b.device.Unenrol(ctx))
+	default:
+		err = errors.Join(err, b.device.Close())
 	}
 	return err
 }
+
+// A lent device is closed by its backend, after the stack and together with what leads to it.
+type lent struct{ *tun.Kernel }
+
+// Close implements tun.Device.
+func (lent) Close() error { return nil }
 
 // A redirectBackend is the listeners that istio-cni's rules lead to.
 type redirectBackend struct{ listeners *underlay.Redirect }
@@ -164,4 +178,7 @@ func (b *redirectBackend) refusals() refusals {
 	return refusals{evicted, limited}
 }
 
-func (b *redirectBackend) close(ctx context.Context) error { return b.listeners.Close(ctx) }
+// found is false: the rules are istio-cni's, which keep the pod closed while nobody listens.
+func (b *redirectBackend) found() bool { return false }
+
+func (b *redirectBackend) close(ctx context.Context, _ bool) error { return b.listeners.Close(ctx) }

@@ -144,7 +144,7 @@ func checkFloodOfOnePodLeavesTheOther(t *testing.T, b *bed) {
 	}
 	close(stop)
 	flooding.Wait()
-	r := a.node.pods[1].backend.refusals()
+	r := a.node.pods[1].current().backend.refusals()
 	t.Logf("of %d connects flooded %d were given up", f.sent, r.evicted)
 	if p99 > limit {
 		t.Errorf("FP-17: p99 of the other pod's connects is %v, want at most %v", p99, limit)
@@ -155,7 +155,7 @@ func checkFloodOfOnePodLeavesTheOther(t *testing.T, b *bed) {
 	if n := a.node.limits.InFlight(); n > int(a.node.cfg.MaxInFlightPerPod) {
 		t.Errorf("D27: %d in flight, want at most %d", n, a.node.cfg.MaxInFlightPerPod)
 	}
-	if r := a.node.pods[0].backend.refusals(); r != (refusals{}) {
+	if r := a.node.pods[0].current().backend.refusals(); r != (refusals{}) {
 		t.Errorf("of the other pod %+v", r)
 	}
 	f.trim(0)

@@ -215,33 +215,33 @@ const drainTime = 5 * time.Second
 func (n *Node) run(ctx context.Context) error {
 	// Loops and log outlive ctx: the end needs them.
 	background, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
 	var g errgroup.Group
 	g.Go(func() error { return n.group.Run(background) })
 	g.Go(func() error { return n.records.Run(background) })
-	defer stop()
 
 	serving, stopServing := context.WithCancel(background)
 	defer stopServing()
-	readers, failed := errgroup.WithContext(serving)
-	err := n.start(ctx, func(p *pod) { readers.Go(func() error { return p.run(failed) }) })
+	var pods errgroup.Group
+	err := n.start(ctx, func(p *pod) { pods.Go(func() error { n.supervise(serving, p); return nil }) })
 	if err == nil {
-		n.log.Info("ready", "pods", len(n.pods), "workers", n.workers, "state", len(n.store.Snapshot().State().Workloads))
-		select {
-		case <-ctx.Done():
-			n.log.Info("ending", "cause", context.Cause(ctx).Error())
-		case <-failed.Done(): // a device failed
-		}
+		n.log.Info("ready", "pods", len(n.pods), "workers", n.workers, "workloads", len(n.store.Snapshot().State().Workloads))
+		<-ctx.Done()
 	}
-	err = errors.Join(err, n.end(background, stopServing, readers))
+	if ctx.Err() != nil { // also in the midst of the start
+		n.log.Info("ending", "cause", context.Cause(ctx).Error())
+		err = nil
+	}
+	err = errors.Join(err, n.end(background, stopServing, &pods, ctx.Err() != nil))
 	stop()
 	return errors.Join(err, g.Wait())
 }
 
-// start captures one pod after the other and serves each at once. If one fails, the others are given back by end.
+// start captures one pod after the other and serves each at once.
 func (n *Node) start(ctx context.Context, serve func(*pod)) error {
 	for _, spec := range n.specs {
-		p, err := n.startPod(ctx, spec)
-		if err != nil {
+		p := &pod{spec: spec, stateDir: n.stateDir, log: n.log.With("pod", spec.client.String())}
+		if err := n.startPod(ctx, p); err != nil {
 			return fmt.Errorf("pod %s: %w", spec.String(), err)
 		}
 		n.pods = append(n.pods, p)
@@ -250,11 +250,41 @@ func (n *Node) start(ctx context.Context, serve func(*pod)) error {
 	return nil
 }
 
+// retryPod is how long a pod that was lost waits for the next attempt to capture it (ztunnel's default).
+const retryPod = 5 * time.Second
+
+// supervise serves a pod until ctx ends. A pod whose capture fails, of which others notice nothing, stays closed until it is
+// captured again.
+func (n *Node) supervise(ctx context.Context, p *pod) {
+	for {
+		err := p.run(ctx)
+		if ctx.Err() != nil {
+			return
+		}
+		p.log.Error("pod lost: it stays closed until it is captured again", "error", err.Error(), "next_try", retryPod.String())
+		p.fail(ctx, err)
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-time.After(retryPod):
+			}
+			if err = n.startPod(ctx, p); err == nil {
+				p.log.Info("pod captured again")
+				break
+			}
+			p.set(nil, err)
+			p.log.Warn("pod not captured", "error", err.Error(), "next_try", retryPod.String())
+		}
+	}
+}
+
 // errDrained is the end of connections that the end of the process cuts.
 var errDrained = errors.New("connection closed due to connection drain")
 
-// end lets open connections finish for a while, cuts the rest, and gives the pods back.
-func (n *Node) end(ctx context.Context, stopServing func(), readers *errgroup.Group) error {
+// end lets open connections finish for a while, cuts the rest, and ends the pods. After an orderly end, and only then, each has
+// its network back; otherwise one that this process found captured stays captured, and closed.
+func (n *Node) end(ctx context.Context, stopServing func(), pods *errgroup.Group, orderly bool) error {
 	for _, p := range n.pods {
 		p.drain(ctx)
 	}
@@ -262,11 +292,11 @@ func (n *Node) end(ctx context.Context, stopServing func(), readers *errgroup.Gr
 	n.records.Each(func(c *telemetry.Conn) { c.Close(errDrained) })
 	n.awaitIdle(time.Second)
 	stopServing()
-	err := readers.Wait()
+	err := pods.Wait()
 	ctx, cancel := context.WithTimeout(ctx, undoTime)
 	defer cancel()
 	for _, p := range n.pods {
-		err = errors.Join(err, p.end(ctx))
+		err = errors.Join(err, p.end(ctx, orderly))
 	}
 	return err
 }

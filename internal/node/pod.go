@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"sync"
 	"syscall"
 	"time"
 
@@ -31,9 +32,38 @@ type podSpec struct {
 
 func (s *podSpec) String() string { return s.client.String() }
 
-// A pod is the pipeline of one pod: what captures it, the proxy, and both ends of HBONE.
+// A pod is a pod to serve and, while it is served, its pipeline.
 type pod struct {
 	spec     podSpec
+	log      *slog.Logger
+	stateDir string
+
+	mu      sync.Mutex // guards below
+	line    *pipeline  // nil: pending
+	pending string     // why
+	held    bool       // it was captured by this process and lost: whatever fails, it stays closed
+}
+
+func (p *pod) isHeld() bool { p.mu.Lock(); defer p.mu.Unlock(); return p.held }
+
+func (p *pod) current() *pipeline {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.line
+}
+
+func (p *pod) set(l *pipeline, pending error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.line, p.pending = l, ""
+	if pending != nil {
+		p.pending = pending.Error()
+	}
+}
+
+// A pipeline is what serves a pod: what captures it, the proxy, and both ends of HBONE.
+type pipeline struct {
+	hold     bool // a failed start leaves the pod closed
 	choice   choice
 	log      *slog.Logger
 	backend  backend
@@ -43,46 +73,56 @@ type pod struct {
 }
 
 // startPod builds the pipeline and captures the pod's traffic: the last step, and the first that the pod could notice. If it
-// fails nothing is left.
-func (n *Node) startPod(ctx context.Context, spec podSpec) (_ *pod, err error) {
-	p := &pod{spec: spec, log: n.log.With("pod", spec.client.String())}
-	if p.choice, err = n.choose(&spec); err != nil {
-		return nil, err
+// fails, a pod that was open is open again, and one that a process which died had left closed is closed.
+func (n *Node) startPod(ctx context.Context, p *pod) (err error) {
+	l := &pipeline{hold: p.isHeld()}
+	if l.choice, err = n.choose(&p.spec); err != nil {
+		return err
 	}
-	p.log = p.log.With("capture", p.choice.capture.String())
+	l.log = p.log.With("capture", l.choice.capture.String())
 	marks := n.marks
-	if p.choice.capture == config.CaptureRedirect {
+	if l.choice.capture == config.CaptureRedirect {
 		marks = redirectMarks()
 	}
 	u, err := underlay.New(underlay.Config{
-		Netns: spec.netns, Group: n.group, Marks: marks, Rand: n.rand, Log: p.log,
-		KeepaliveTime: n.cfg.KeepaliveTime, KeepaliveInterval: n.cfg.KeepaliveInterval, KeepaliveRetries: int(n.cfg.KeepaliveRetries),
+		Netns: p.spec.netns, Group: n.group, Marks: marks, Rand: n.rand, Log: l.log,
+		KeepaliveTime: n.keepaliveTime(), KeepaliveInterval: n.cfg.KeepaliveInterval, KeepaliveRetries: int(n.cfg.KeepaliveRetries),
+		NoUserTimeout: !n.cfg.UserTimeoutEnabled,
 	})
 	if err != nil {
-		return nil, err
+		return err
 	}
-	if p.listener, err = listenHBONE(u, &spec); err != nil {
-		return nil, err
+	if l.listener, err = listenHBONE(u, &p.spec); err != nil {
+		return err
 	}
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, p.abandon(ctx))
+			err = errors.Join(err, l.abandon(ctx))
 		}
 	}()
-	handle := func(addrs []netip.Addr) (stack.Handler, error) { return p.assemble(n, u, addrs) }
-	if p.choice.capture == config.CaptureRedirect {
-		p.backend, err = asBackend(n.openRedirect(&spec, u, p.log, handle))
+	handle := func(addrs []netip.Addr) (stack.Handler, error) { return l.assemble(n, &p.spec.client, u, addrs) }
+	if l.choice.capture == config.CaptureRedirect {
+		l.backend, err = asBackend(n.openRedirect(&p.spec, u, l.log, handle))
 	} else {
-		p.backend, err = asBackend(n.openTUN(ctx, &spec, u, p.log, handle))
+		l.backend, err = asBackend(n.openTUN(ctx, &p.spec, u, l.log, l.hold, handle))
 	}
 	if err != nil {
-		return nil, err
+		return err
 	}
-	if err := p.listener.Start(p.server.Serve); err != nil {
-		return nil, err
+	if err := l.listener.Start(l.server.Serve); err != nil {
+		return err
 	}
-	p.log.Info("listener established", "address", p.listener.Addr().String(), "component", "inbound", "netns", spec.netns.String(), "reason", p.choice.reason)
-	return p, nil
+	l.log.Info("listener established", "address", l.listener.Addr().String(), "component", "inbound", "netns", p.spec.netns.String(), "reason", l.choice.reason)
+	p.set(l, nil)
+	return nil
+}
+
+// keepaliveTime is negative without keepalive.
+func (n *Node) keepaliveTime() time.Duration {
+	if !n.cfg.KeepaliveEnabled {
+		return -1
+	}
+	return n.cfg.KeepaliveTime
 }
 
 // asBackend keeps a nil pointer from becoming a backend that is not nil.
@@ -105,17 +145,16 @@ func listenHBONE(u *underlay.Underlay, spec *podSpec) (*underlay.Listener, error
 }
 
 // assemble builds the proxy and both ends of HBONE, for a pod with these addresses.
-func (p *pod) assemble(n *Node, u *underlay.Underlay, addrs []netip.Addr) (_ *proxy.Proxy, err error) {
+func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, addrs []netip.Addr) (_ *proxy.Proxy, err error) {
 	self := func() workload.Identity {
-		c := &p.spec.client
 		if w := n.store.Snapshot().Local(c); w != nil {
 			return w.Identity()
 		}
 		return workload.Identity{TrustDomain: n.cfg.TrustDomain, Namespace: c.Namespace, ServiceAccount: c.ServiceAccount}
 	}
 	settings := hbone.Settings{StreamWindow: n.cfg.HTTP2StreamWindowBytes, ConnectionWindow: n.cfg.HTTP2ConnectionWindowBytes, FrameSize: n.cfg.HTTP2FrameBytes}
-	p.pool, err = hbone.NewPool(hbone.PoolConfig{
-		Group: n.group, Dialer: peers{u}, TLS: n.clientTLS(self), Log: p.log, Settings: settings,
+	l.pool, err = hbone.NewPool(hbone.PoolConfig{
+		Group: n.group, Dialer: peers{u}, TLS: n.clientTLS(self), Log: l.log, Settings: settings,
 		MaxStreams: int(n.cfg.PoolMaxStreams), IdleRelease: n.cfg.PoolUnusedRelease,
 		ConnectTimeout: n.cfg.ConnectTimeout, HandshakeTimeout: n.cfg.HandshakeTimeout, ResponseTimeout: n.cfg.ResponseTimeout,
 	})
@@ -127,14 +166,14 @@ func (p *pod) assemble(n *Node, u *underlay.Underlay, addrs []netip.Addr) (_ *pr
 		return nil, err
 	}
 	px, err := proxy.New(proxy.Config{
-		Client: &p.spec.client, Addrs: addrs, Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: p.pool, DNS: dns,
-		Records: n.records, Group: n.group, Rand: n.rand, Log: p.log, ConnectTimeout: n.cfg.ConnectTimeout,
+		Client: c, Addrs: addrs, Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: l.pool, DNS: dns,
+		Records: n.records, Group: n.group, Rand: n.rand, Log: l.log, ConnectTimeout: n.cfg.ConnectTimeout,
 	})
 	if err != nil {
 		return nil, err
 	}
-	p.server, err = hbone.NewServer(hbone.ServerConfig{
-		Group: n.group, TLS: n.serverTLS(self), Handler: px, Log: p.log, HandshakeTimeout: n.cfg.HandshakeTimeout, Settings: settings,
+	l.server, err = hbone.NewServer(hbone.ServerConfig{
+		Group: n.group, TLS: n.serverTLS(self), Handler: px, Log: l.log, HandshakeTimeout: n.cfg.HandshakeTimeout, Settings: settings,
 	})
 	return px, err
 }
@@ -153,48 +192,81 @@ func (p peers) Dial(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) 
 const undoTime = 10 * time.Second
 
 // abandon takes back a start that has failed.
-func (p *pod) abandon(ctx context.Context) (err error) {
+func (l *pipeline) abandon(ctx context.Context) (err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
 	defer cancel()
-	if p.backend != nil {
-		err = p.backend.close(ctx)
+	if l.backend != nil {
+		err = l.backend.close(ctx, !l.hold && !l.backend.found())
 	}
-	return errors.Join(err, p.listener.Close(ctx))
+	return errors.Join(err, l.listener.Close(ctx))
 }
 
-// run serves the pod until ctx ends.
-func (p *pod) run(ctx context.Context) error {
-	if err := p.backend.serve(ctx); err != nil {
+// run serves the pod until ctx ends or its capture fails.
+func (p *pod) run(ctx context.Context) error { return p.current().backend.serve(ctx) }
+
+// drain stops taking new work: peers get GOAWAY.
+func (p *pod) drain(ctx context.Context) {
+	l := p.current()
+	if l == nil {
+		return
+	}
+	if err := l.listener.Close(ctx); err != nil {
+		p.log.Warn("listener not closed", "error", err.Error())
+	}
+	l.server.Drain()
+	l.pool.Drain()
+}
+
+// fail ends the pipeline of a pod whose capture has failed. The pod stays closed.
+func (p *pod) fail(ctx context.Context, cause error) {
+	l := p.current()
+	p.drain(ctx)
+	p.set(nil, cause)
+	p.mu.Lock()
+	p.held = true
+	p.mu.Unlock()
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), failTime)
+	defer cancel()
+	if err := l.close(ctx, false); err != nil {
+		p.log.Warn("remains of a pod that was lost", "error", err.Error())
+	}
+}
+
+// failTime is what the streams of a pod whose capture failed have to end.
+const failTime = time.Second
+
+// end closes both ends of HBONE and the capture. With release, the pod has its network back as it was.
+func (p *pod) end(ctx context.Context, release bool) error {
+	l := p.current()
+	switch {
+	case l != nil:
+	case release: // it was lost, and what keeps it closed is still there
+		if err := tun.Remove(ctx, tun.Config{Netns: p.spec.netns, UID: p.spec.uid, StateDir: p.stateDir, Log: p.log}); err != nil {
+			return fmt.Errorf("pod %s: %w", p.spec.String(), err)
+		}
+		return nil
+	default:
+		return nil
+	}
+	release = release || !l.hold && !l.backend.found()
+	if err := l.close(ctx, release); err != nil {
 		return fmt.Errorf("pod %s: %w", p.spec.String(), err)
+	}
+	if release {
+		p.log.Info("pod left as it was")
+	} else {
+		p.log.Warn("pod stays captured and closed, as it was found")
 	}
 	return nil
 }
 
-// drain stops taking new work: peers get GOAWAY.
-func (p *pod) drain(ctx context.Context) {
-	if err := p.listener.Close(ctx); err != nil {
-		p.log.Warn("listener not closed", "error", err.Error())
-	}
-	p.server.Drain()
-	p.pool.Drain()
-}
-
-// end closes both ends of HBONE and gives the pod back its network as it was.
-func (p *pod) end(ctx context.Context) error {
+func (l *pipeline) close(ctx context.Context, release bool) error {
 	var g errgroup.Group
-	g.Go(func() error { return p.server.Close(ctx) })
-	g.Go(func() error { return p.pool.Close(ctx) })
+	g.Go(func() error { return l.server.Close(ctx) })
+	g.Go(func() error { return l.pool.Close(ctx) })
 	err := g.Wait()
 	if errors.Is(err, context.DeadlineExceeded) {
 		err = nil // what was left has been cut
 	}
-	if left := p.backend.close(ctx); left != nil {
-		err = errors.Join(err, left)
-	} else {
-		p.log.Info("pod left as it was")
-	}
-	if err != nil {
-		return fmt.Errorf("pod %s: %w", p.spec.String(), err)
-	}
-	return nil
+	return errors.Join(err, l.backend.close(ctx, release))
 }

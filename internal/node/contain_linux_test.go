@@ -1,0 +1,80 @@
+package node
+
+import (
+	"errors"
+	"net"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+
+	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/tun"
+)
+
+// closed asserts that nothing of a pod gets out uncaptured: whatever becomes of a connection, the server does not see it.
+func (b *bed) closed(pod int, what string) {
+	b.t.Helper()
+	server := b.pods[plainB]
+	c, err := b.dial(b.pods[pod], addrPort(server.Addr4, 9100))
+	if err == nil {
+		c.Close()
+		b.t.Errorf("%s: pod %s connects in clear", what, b.pods[pod].Name)
+	}
+}
+
+func TestNetnsPodThatIsLostStaysClosedAndAlone(t *testing.T) {
+	b := newBed(t)
+	a := b.start(0)
+	b.serve(b.pods[plainB], 9100, func(c net.Conn) { who(c) })
+	if _, err := b.ask(b.pods[clientA], addrPort(b.pods[plainB].Addr4, 9100)); err != nil {
+		t.Fatal(err)
+	}
+	if b.capture == config.CaptureRedirect {
+		t.Skip("a device is what is lost here")
+	}
+	if err := b.pods[clientA].Do(func() error {
+		link, err := netlink.LinkByName(tun.DefaultName)
+		if err != nil {
+			return err
+		}
+		return netlink.LinkDel(link)
+	}); err != nil {
+		t.Fatal(err)
+	}
+	a.log.await(t, "pod lost", a.done, "shop/client")
+	b.closed(clientA, "after its device is gone")
+	if _, err := b.ask(b.pods[otherA], addrPort(b.pods[plainB].Addr4, 9100)); err != nil {
+		t.Errorf("another pod of the node is not served any more: %v", err)
+	}
+	a.log.await(t, "pod captured again", a.done, "shop/client")
+	if _, err := b.ask(b.pods[clientA], addrPort(b.pods[plainB].Addr4, 9100)); err != nil {
+		t.Errorf("after it was captured again: %v", err)
+	}
+}
+
+func TestNetnsFailedRestartLeavesPodsClosed(t *testing.T) {
+	b := newBed(t)
+	b.serve(b.pods[plainB], 9100, func(c net.Conn) { who(c) })
+	c := b.spawnReady(0)
+	c.kill(t)
+	// Somebody takes the port of the second pod before the restart.
+	l, err := b.pods[otherA].Listen("tcp", "[::]:15008")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.refused(b.file(0)); !errors.Is(err, syscall.EADDRINUSE) {
+		t.Errorf("the restart fails with %v, want the port in use", err)
+	}
+	deadline := time.Now().Add(time.Second) // the kernel takes up to a second to notice that nobody reads
+	for time.Now().Before(deadline) {
+		b.closed(clientA, "after a failed restart")
+	}
+	b.closed(otherA, "after a failed restart")
+	l.Close()
+	b.start(0)
+	if _, err := b.ask(b.pods[clientA], addrPort(b.pods[plainB].Addr4, 9100)); err != nil {
+		t.Errorf("after the next start: %v", err)
+	}
+}
