@@ -231,6 +231,8 @@ func TestNetnsSocketsCarryMarksAndLimits(t *testing.T) {
 			{unix.SOL_TCP, unix.TCP_NODELAY, 1, "nodelay"},
 			{unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1, "keepalive"},
 			{unix.SOL_TCP, unix.TCP_KEEPIDLE, 45, "keepalive time"},
+			{unix.SOL_TCP, unix.TCP_KEEPINTVL, 15, "keepalive interval"},
+			{unix.SOL_TCP, unix.TCP_KEEPCNT, 3, "keepalive retries"},
 			{unix.SOL_TCP, unix.TCP_USER_TIMEOUT, 90_000, "user timeout"},
 		} {
 			if o.name == "mark" && name == "accepted" {
@@ -243,6 +245,64 @@ func TestNetnsSocketsCarryMarksAndLimits(t *testing.T) {
 	}
 	c.Close()
 	s.Close()
+}
+
+// D29: what the settings switch off is off, also on what listeners accept; connections of applications have no user timeout.
+func TestNetnsTimersFollowTheConfiguration(t *testing.T) {
+	u := newUnderlay(t)
+	for _, tt := range []struct {
+		name                            string
+		time                            time.Duration
+		noUserTimeout, peer             bool
+		keepalive, idle, userTimeoutMil int
+	}{
+		{"a tunnel", 45 * time.Second, false, true, 1, 45, 90_000},
+		{"an application", 45 * time.Second, false, false, 1, 45, 0},
+		{"another time", 10 * time.Second, false, true, 1, 10, 55_000},
+		{"no keepalive", -1, false, true, 0, 7200, 45_000},
+		{"no user timeout", 45 * time.Second, true, true, 1, 45, 0},
+	} {
+		cfg := u.cfg
+		cfg.KeepaliveTime, cfg.NoUserTimeout = tt.time, tt.noUserTimeout
+		v, err := New(cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		options := []func(int) error{v.tune}
+		dial := v.Dial
+		if tt.peer {
+			options, dial = append(options, v.setUserTimeout), v.DialPeer
+		}
+		l, err := v.listen(netip.MustParseAddrPort("127.0.0.1:7011"), options...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		conns := make(chan loop.Conn, 1)
+		if err := l.Start(func(c loop.Conn) { conns <- c }); err != nil {
+			t.Fatal(err)
+		}
+		c, err := dial(t.Context(), l.Addr())
+		if err != nil {
+			t.Fatal(err)
+		}
+		s := <-conns
+		for end, conn := range map[string]loop.Conn{"dialled": c, "accepted": s} {
+			for _, o := range []socketOption{
+				{unix.SOL_SOCKET, unix.SO_KEEPALIVE, tt.keepalive, "keepalive"},
+				{unix.SOL_TCP, unix.TCP_KEEPIDLE, tt.idle, "keepalive time"},
+				{unix.SOL_TCP, unix.TCP_USER_TIMEOUT, tt.userTimeoutMil, "user timeout"},
+			} {
+				if got, err := unix.GetsockoptInt(conn.(*Conn).fd, o.level, o.opt); err != nil || got != o.value {
+					t.Errorf("%s, %s: %s is %d (%v), want %d", tt.name, end, o.name, got, err, o.value)
+				}
+			}
+		}
+		c.Reset()
+		s.Close()
+		if err := l.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	}
 }
 
 func TestNetnsDeliverIsFromTheClientsAddress(t *testing.T) {
