@@ -44,8 +44,7 @@ func (u *Underlay) ListenICMP(ipv6 bool) (_ *ICMPRelay, err error) {
 	r := &ICMPRelay{u: u, fds: [2]int{-1, -1}}
 	defer func() {
 		if err != nil {
-			r.closeSockets()
-			err = fmt.Errorf("underlay: ICMP relay in netns %s: %w", u.cfg.Netns, err)
+			err = fmt.Errorf("underlay: ICMP relay in netns %s: %w", u.cfg.Netns, errors.Join(err, r.closeSockets()))
 		}
 	}()
 	if r.fds[0], err = u.cfg.Netns.Socket(unix.AF_INET, unix.SOCK_RAW|unix.SOCK_NONBLOCK, unix.IPPROTO_ICMP); err != nil {

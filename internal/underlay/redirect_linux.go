@@ -275,8 +275,7 @@ func (q *redirected) Accept(ctx context.Context) (loop.Conn, error) {
 	defer q.r.settled(q)
 	err := q.unwatch(ctx)
 	if err != nil || gone {
-		q.conn.Reset()
-		return nil, errors.Join(stack.ErrGone, err)
+		return nil, errors.Join(stack.ErrGone, err, q.conn.Reset())
 	}
 	return q.conn, nil
 }
@@ -305,7 +304,7 @@ func (q *redirected) Reset() {
 // refuse resets the connection.
 func (q *redirected) refuse() {
 	q.cancel(nil)
-	reset := func() { q.conn.Reset() }
+	reset := func() { _ = q.conn.Reset() }
 	if q.watch == nil || !q.watch.Post(func() { q.watch.Remove(); reset() }) {
 		reset()
 	}
