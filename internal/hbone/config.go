@@ -30,7 +30,9 @@ type ServerConfig struct {
 	Log     *slog.Logger
 
 	HandshakeTimeout time.Duration // 10 s
-	MaxHandshakes    int           // handshakes in progress: 128; further ones wait
+	MaxHandshakes    int           // handshakes in progress: 128, of one address a quarter; further ones wait
+	MaxArrivals      int           // connections without a handshake: 1024; the oldest go first
+	Resume           func()        // called when Accepting becomes true again; may be nil
 	Settings         Settings
 }
 

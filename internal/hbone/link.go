@@ -124,9 +124,9 @@ func (c *recordConn) SetDeadline(time.Time) error      { return nil }
 func (c *recordConn) SetReadDeadline(time.Time) error  { return nil }
 func (c *recordConn) SetWriteDeadline(time.Time) error { return nil }
 
-// handshake makes a link of a connection that is not attached; it fails when ctx ends. The connection is closed if it fails.
-func handshake(ctx context.Context, g *loop.Group, conn loop.Conn, cfg *tls.Config, server bool) (*link, error) {
-	rc := new(recordConn)
+// handshake makes a link of a connection that is not attached and of which ahead was read; it fails when ctx ends. The connection is closed if it fails.
+func handshake(ctx context.Context, g *loop.Group, conn loop.Conn, ahead []byte, cfg *tls.Config, server bool) (*link, error) {
+	rc := &recordConn{in: ahead}
 	if r := carrier(conn); r != nil {
 		rc.blocked = r.Blocking(ctx, conn)
 	} else {

@@ -255,7 +255,7 @@ func (p *Pool) dial(ctx context.Context, e *entry) error {
 		giveUp(conn)
 		return fail(PhaseHandshake, err)
 	}
-	l, err := handshake(hs, p.cfg.Group, conn, requireAccepted(cfg, e.accept), false)
+	l, err := handshake(hs, p.cfg.Group, conn, nil, requireAccepted(cfg, e.accept), false)
 	if err != nil {
 		return fail(PhaseHandshake, err)
 	}
@@ -266,13 +266,11 @@ func (p *Pool) dial(ctx context.Context, e *entry) error {
 		return fail(PhaseHandshake, err)
 	}
 	pt := &pooled{p: p, e: e, limit: p.cfg.MaxStreams}
-	started := startTunnel(ctx, tunnelConfig{
+	startTunnel(tunnelConfig{
 		group: p.cfg.Group, link: l, settings: p.cfg.Settings, owner: pt, peer: peer, buffers: p.bufs,
 		settle: max(time.Millisecond, p.cfg.HandshakeTimeout-p.cfg.Group.Now().Sub(start)),
+		failed: func() { p.dialFailed(e, fail(PhaseHandshake, loop.ErrStopped)) },
 	}, pt.ready)
-	if !started {
-		return fail(PhaseHandshake, loop.ErrStopped)
-	}
 	return nil
 }
 

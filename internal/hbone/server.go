@@ -6,7 +6,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"log/slog"
-	"slices"
+	"net/netip"
 	"sync"
 	"time"
 
@@ -16,6 +16,9 @@ import (
 	"ztun.dev/ztun/internal/workload"
 )
 
+// errDraining is why a connection is refused after Drain.
+var errDraining = errors.New("hbone: the server takes no new connections")
+
 // A Server serves the tunnels that peers open.
 type Server struct {
 	cfg    ServerConfig
@@ -23,13 +26,15 @@ type Server struct {
 	cancel context.CancelFunc
 	bufs   *buffers
 
-	mu         sync.Mutex // guards below
-	draining   bool
-	tunnels    map[*tunnel]struct{}
-	handshakes int              // in progress
-	queue      []*handshakeWait // those that wait for one to end
-	setups     int              // connections between Serve and their tunnel
-	idle       []func()         // called when nothing is left
+	mu           sync.Mutex // guards below
+	draining     bool
+	tunnels      map[*tunnel]struct{}
+	arrivals     arrivals
+	handshakes   int                // in progress
+	handshakesOf map[netip.Addr]int // by the peer's address
+	wasFull      bool               // when it was asked last
+	setups       int                // connections between Serve and their tunnel
+	idle         []func()           // called when nothing is left
 }
 
 // NewServer returns a Server, which does nothing until it is given connections.
@@ -39,60 +44,55 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 	}
 	cfg.HandshakeTimeout = cmp.Or(cfg.HandshakeTimeout, 10*time.Second)
 	cfg.MaxHandshakes = cmp.Or(cfg.MaxHandshakes, 128)
+	cfg.MaxArrivals = cmp.Or(cfg.MaxArrivals, 1024)
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	s := &Server{cfg: cfg, bufs: new(buffers), tunnels: make(map[*tunnel]struct{})}
+	s := &Server{cfg: cfg, bufs: new(buffers), tunnels: make(map[*tunnel]struct{}), handshakesOf: make(map[netip.Addr]int)}
+	s.arrivals.byPeer = make(map[netip.Addr]int)
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	return s, nil
 }
 
-// Serve takes an accepted connection that is not attached. It returns at once; safe from any goroutine.
-func (s *Server) Serve(conn loop.Conn) {
+// setUpDone counts a connection that has become a tunnel, or, with an error, has not.
+func (s *Server) setUpDone(a *arrival, err error) {
+	if err != nil {
+		s.cfg.Log.Debug("tunnel refused", "remote", a.conn.RemoteAddr(), "local", a.conn.LocalAddr(), "err", err)
+	}
 	s.mu.Lock()
-	refuse := s.draining
-	if !refuse {
-		s.setups++
-	}
+	s.setups--
 	s.mu.Unlock()
-	if refuse {
-		_ = conn.Reset()
-		return
-	}
-	s.cfg.Group.Go(s.ctx, func(ctx context.Context) {
-		if err := s.setUp(ctx, conn); err != nil {
-			s.cfg.Log.Debug("tunnel refused", "remote", conn.RemoteAddr(), "local", conn.LocalAddr(), "err", err)
-		}
-		s.mu.Lock()
-		s.setups--
-		s.mu.Unlock()
-		s.checkIdle()
-	})
+	s.checkIdle()
 }
 
-func (s *Server) setUp(ctx context.Context, conn loop.Conn) error {
-	ctx, cancel := s.cfg.Group.WithTimeout(ctx, s.cfg.HandshakeTimeout)
-	defer cancel()
-	start := s.cfg.Group.Now()
-	if err := s.acquire(ctx); err != nil {
-		_ = conn.Reset()
-		return err
+// setUp makes a tunnel of a connection that was granted a handshake.
+func (s *Server) setUp(ctx context.Context, a *arrival) error {
+	timeLeft := func() time.Duration {
+		return max(time.Millisecond, s.cfg.HandshakeTimeout-s.cfg.Group.Now().Sub(a.start))
 	}
-	l, peer, err := s.handshake(ctx, conn)
-	s.release()
+	ctx, cancel := s.cfg.Group.WithTimeout(ctx, timeLeft())
+	defer cancel()
+	l, peer, err := s.handshake(ctx, a)
+	s.mu.Lock()
+	s.release(a)
+	resume := s.wasFull && !s.full()
+	s.mu.Unlock()
+	if resume && s.cfg.Resume != nil {
+		s.cfg.Resume()
+	}
 	if err != nil {
 		return err
 	}
 	l.buffers = s.bufs
-	left := max(time.Millisecond, s.cfg.HandshakeTimeout-s.cfg.Group.Now().Sub(start))
-	startTunnel(ctx, tunnelConfig{
+	startTunnel(tunnelConfig{
 		group: s.cfg.Group, link: l, server: true, settings: s.cfg.Settings, owner: (*serverOwner)(s), peer: peer,
-		buffers: s.bufs, settle: left,
+		buffers: s.bufs, settle: timeLeft(), failed: func() { s.setUpDone(a, loop.ErrStopped) },
 	}, func(t *tunnel) {
 		s.mu.Lock()
 		s.tunnels[t] = struct{}{}
 		draining := s.draining
 		s.mu.Unlock()
+		s.setUpDone(a, nil)
 		if draining {
 			t.drain()
 		}
@@ -100,14 +100,14 @@ func (s *Server) setUp(ctx context.Context, conn loop.Conn) error {
 	return nil
 }
 
-func (s *Server) handshake(ctx context.Context, conn loop.Conn) (*link, workload.Identity, error) {
+func (s *Server) handshake(ctx context.Context, a *arrival) (*link, workload.Identity, error) {
 	cfg, err := s.cfg.TLS(ctx)
 	if err != nil {
-		_ = conn.Reset()
+		giveUp(a.conn)
 		return nil, workload.Identity{}, err
 	}
 	var own *x509.Certificate
-	l, err := handshake(ctx, s.cfg.Group, conn, noteCertificate(cfg, &own), true)
+	l, err := handshake(ctx, s.cfg.Group, a.conn, a.ahead, noteCertificate(cfg, &own), true)
 	if err != nil {
 		return nil, workload.Identity{}, err
 	}
@@ -119,62 +119,15 @@ func (s *Server) handshake(ctx context.Context, conn loop.Conn) (*link, workload
 	return l, peer, nil
 }
 
-// acquire waits until fewer than the allowed number of handshakes are in progress.
-func (s *Server) acquire(ctx context.Context) error {
-	w := new(handshakeWait)
-	err := loop.Await(ctx, func(wake func()) {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if s.handshakes < s.cfg.MaxHandshakes {
-			s.handshakes++
-			w.granted = true
-			wake()
-			return
-		}
-		w.wake = wake
-		s.queue = append(s.queue, w)
-	})
-	if err == nil {
-		return nil
-	}
-	// The turn may have come just now, and is passed on then.
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if w.granted {
-		s.releaseLocked()
-	} else {
-		s.queue = slices.DeleteFunc(s.queue, func(o *handshakeWait) bool { return o == w })
-	}
-	return err
-}
-
-func (s *Server) release() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.releaseLocked()
-}
-
-func (s *Server) releaseLocked() {
-	if len(s.queue) > 0 {
-		next := s.queue[0]
-		s.queue = slices.Delete(s.queue, 0, 1)
-		next.granted = true
-		next.wake()
-		return
-	}
-	s.handshakes--
-}
-
-// A handshakeWait waits for its turn. Its fields are guarded by Server.mu.
-type handshakeWait struct {
-	granted bool
-	wake    func()
-}
-
 // Drain stops new tunnels and streams. Those that are open go on.
 func (s *Server) Drain() {
 	s.mu.Lock()
 	s.draining = true
+	for e := s.arrivals.all.Front(); e != nil; {
+		a, _ := e.Value.(*arrival)
+		e = e.Next()
+		s.dismiss(a, errDraining)
+	}
 	open := make([]*tunnel, 0, len(s.tunnels))
 	for t := range s.tunnels {
 		open = append(open, t)

@@ -388,9 +388,9 @@ func benchPlain(b *testing.B, size int) {
 	var client, srv *tunnel
 	ready := make(chan struct{}, 2)
 	bufs := new(buffers)
-	startTunnel(b.Context(), tunnelConfig{group: g, link: &link{conn: c, buffers: bufs}, server: true, owner: server, buffers: bufs, settle: time.Hour},
+	startTunnel(tunnelConfig{group: g, link: &link{conn: c, buffers: bufs}, server: true, owner: server, buffers: bufs, settle: time.Hour},
 		func(t *tunnel) { srv = t; ready <- struct{}{} })
-	startTunnel(b.Context(), tunnelConfig{group: g, link: &link{conn: a, buffers: bufs}, owner: server, buffers: bufs, settle: time.Hour},
+	startTunnel(tunnelConfig{group: g, link: &link{conn: a, buffers: bufs}, owner: server, buffers: bufs, settle: time.Hour},
 		func(t *tunnel) { client = t; ready <- struct{}{} })
 	<-ready
 	<-ready
@@ -412,13 +412,13 @@ func benchLink(b *testing.B, size int) {
 	links := make(chan *link, 1)
 	ctx := context.Background()
 	go func() {
-		l, err := handshake(ctx, g, c, p.serverTLS(server1.String()), true)
+		l, err := handshake(ctx, g, c, nil, p.serverTLS(server1.String()), true)
 		if err != nil {
 			b.Error(err)
 		}
 		links <- l
 	}()
-	tx, err := handshake(ctx, g, a, p.clientTLS(client1.String()), false)
+	tx, err := handshake(ctx, g, a, nil, p.clientTLS(client1.String()), false)
 	if err != nil {
 		b.Fatal(err)
 	}

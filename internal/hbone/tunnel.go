@@ -64,11 +64,12 @@ type tunnelConfig struct {
 	peer     workload.Identity
 	buffers  *buffers
 	settle   time.Duration // for the peer's SETTINGS
+	failed   func()
 }
 
 // startTunnel makes a task of a link, or, if the link is over a stream, a child of the tunnel that carries it. ready is called
-// on its loop, before its first turn. It returns false if the group, or that tunnel, has ended; the link is then closed.
-func startTunnel(ctx context.Context, cfg tunnelConfig, ready func(t *tunnel)) bool {
+// on its loop, before its first turn; cfg.failed instead if the group, or that tunnel, has ended: the link is closed then.
+func startTunnel(cfg tunnelConfig, ready func(t *tunnel)) {
 	t := &tunnel{
 		link:    cfg.link,
 		owner:   cfg.owner,
@@ -92,26 +93,30 @@ func startTunnel(ctx context.Context, cfg tunnelConfig, ready func(t *tunnel)) b
 		ready(t)
 		return t
 	}
-	if t.parent != nil {
-		started := false
-		_ = loop.Await(context.WithoutCancel(ctx), func(wake func()) {
-			posted := t.parent.Post(func() {
-				if started = t.parent.Child(start) != nil; !started {
-					_ = cfg.link.conn.Reset()
-				}
-				wake()
-			})
-			if !posted {
-				wake()
-			}
-		})
-		return started
+	addTask(cfg.group, cfg.link.conn, start, func() {
+		giveUp(cfg.link.conn)
+		cfg.failed()
+	})
+}
+
+// addTask starts the task of a connection: of its own, or, for a stream, as a child of the tunnel that carries it. failed is
+// called instead if the group, or that tunnel, has ended.
+func addTask(g *loop.Group, c loop.Conn, start func(r *loop.Ref) loop.Task, failed func()) {
+	parent := carrier(c)
+	if parent == nil {
+		if g.Add(start) == nil {
+			failed()
+		}
+		return
 	}
-	if cfg.group.Add(start) == nil {
-		_ = cfg.link.conn.Reset()
-		return false
+	posted := parent.Post(func() {
+		if parent.Child(start) == nil {
+			failed()
+		}
+	})
+	if !posted {
+		failed()
 	}
-	return true
 }
 
 // carrier is the Ref of the tunnel whose stream a connection is, or nil.

@@ -704,20 +704,6 @@ func TestServerDrainAndClose(t *testing.T) {
 	}
 }
 
-func TestServerHandshakeLimit(t *testing.T) {
-	ms := newMesh(t, meshConfig{server: ServerConfig{MaxHandshakes: 1, HandshakeTimeout: 5 * time.Second}})
-	a, b := loop.Pipe()
-	ms.server.Serve(b) // says nothing
-	ms.m.Advance(4 * time.Second)
-	start := ms.m.Group().Now()
-	s := ms.mustOpen()
-	if waited := ms.m.Group().Now().Sub(start); waited < time.Second {
-		t.Errorf("a second handshake began after %v", waited)
-	}
-	s.Ref().Post(func() { _ = s.Close() })
-	_ = a.Close()
-}
-
 // A choppy Conn moves as much as chance allows, often nothing, and wakes its task then as the contract demands.
 type choppy struct {
 	loop.Conn
