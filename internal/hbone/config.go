@@ -15,6 +15,8 @@ type PoolConfig struct {
 	Log    *slog.Logger
 
 	MaxStreams       int           // streams per tunnel: 100, ztunnel's default
+	ExtraTunnels     int           // for bulk, per key, beyond what MaxStreams requires: min(4, cores) + 1; negative: none
+	MaxAge           time.Duration // of tunnels: that of the certificates; then no new streams, and the end with the last one
 	IdleRelease      time.Duration // 300 s, ztunnel's default
 	ConnectTimeout   time.Duration // 10 s
 	HandshakeTimeout time.Duration // TLS and HTTP/2 together: 10 s
@@ -33,6 +35,7 @@ type ServerConfig struct {
 	MaxHandshakes    int           // handshakes in progress: 128, of one address a quarter; further ones wait
 	MaxArrivals      int           // connections without a handshake: 1024; the oldest go first
 	Resume           func()        // called when Accepting becomes true again; may be nil
+	MaxAge           time.Duration // as of a PoolConfig
 	Settings         Settings
 }
 

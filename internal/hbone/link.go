@@ -3,6 +3,7 @@ package hbone
 import (
 	"context"
 	"crypto/tls"
+	"crypto/x509"
 	"encoding/binary"
 	"errors"
 	"io"
@@ -177,6 +178,17 @@ type link struct {
 
 	over   bool // the peer has ended its side, or the connection broke
 	closed bool
+}
+
+// peerLeaf is the peer's certificate, or nil.
+func (l *link) peerLeaf() *x509.Certificate {
+	if l.tls == nil {
+		return nil
+	}
+	if certs := l.tls.ConnectionState().PeerCertificates; len(certs) > 0 {
+		return certs[0]
+	}
+	return nil
 }
 
 // read appends to p what arrived, opened, within p's capacity and about limit bytes. scratch is used meanwhile. again means

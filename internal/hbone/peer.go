@@ -5,6 +5,7 @@ import (
 	"crypto/x509"
 	"fmt"
 	"slices"
+	"time"
 
 	"ztun.dev/ztun/internal/workload"
 )
@@ -82,4 +83,42 @@ func noteCertificate(cfg *tls.Config, leaf **x509.Certificate) *tls.Config {
 		return cert, err
 	}
 	return cfg
+}
+
+// noteClientCertificate is noteCertificate for a client.
+func noteClientCertificate(cfg *tls.Config, leaf **x509.Certificate) *tls.Config {
+	cfg = cfg.Clone()
+	get, certs := cfg.GetClientCertificate, cfg.Certificates
+	cfg.GetClientCertificate = func(info *tls.CertificateRequestInfo) (*tls.Certificate, error) {
+		cert := new(tls.Certificate) // none fits
+		var err error
+		if get != nil {
+			cert, err = get(info)
+		} else if i := slices.IndexFunc(certs, func(c tls.Certificate) bool { return info.SupportsCertificate(&c) == nil }); i >= 0 {
+			cert = &certs[i]
+		}
+		if err != nil || cert == nil {
+			return cert, err
+		}
+		if *leaf = cert.Leaf; cert.Leaf == nil && len(cert.Certificate) > 0 {
+			*leaf, err = x509.ParseCertificate(cert.Certificate[0])
+		}
+		return cert, err
+	}
+	return cfg
+}
+
+// ageLimit is how long a tunnel may take new streams from now on: until the first of its certificates ends, and most if that is
+// not 0. It is 0 if nothing limits it.
+func ageLimit(now time.Time, most time.Duration, leaves ...*x509.Certificate) time.Duration {
+	limit := most
+	for _, leaf := range leaves {
+		if leaf == nil {
+			continue
+		}
+		if left := max(time.Millisecond, leaf.NotAfter.Sub(now)); limit == 0 || left < limit {
+			limit = left
+		}
+	}
+	return limit
 }

@@ -3,16 +3,16 @@ package hbone
 import (
 	"cmp"
 	"context"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"log/slog"
-	"net/netip"
+	"runtime"
 	"slices"
 	"sync"
 	"time"
 
 	"ztun.dev/ztun/internal/loop"
-	"ztun.dev/ztun/internal/workload"
 )
 
 // errRefused is why a request may be sent again: the peer certainly did not process it (RFC 9113, section 8.7).
@@ -32,47 +32,17 @@ type Pool struct {
 	cancel context.CancelFunc
 	bufs   *buffers
 
-	mu       sync.Mutex // guards below, and the fields of entries, pooled tunnels and waiters
+	mu       sync.Mutex // guards below, and entries, pooled tunnels and waiters: their methods are called with it held, but for those of owner
 	draining bool
 	entries  map[poolKey]*entry
 	tunnels  map[*pooled]struct{} // all, also those that take no new streams
+	seq      int                  // counts dials, and what makes earlier ones old
+	since    int                  // tunnels of dials before this one take no new streams
+	leaf     *x509.Certificate    // the newest that was used
+	leafSeq  int                  // when it was asked for
 	dials    int
 	waiters  int
 	idle     []func() // called when nothing is left
-}
-
-// A poolKey says which streams may share a tunnel.
-type poolKey struct {
-	nextHop netip.AddrPort
-	accept  string
-	uid     string
-}
-
-// An entry is what a Pool has for a key. It is forgotten when it has nothing.
-type entry struct {
-	key     poolKey
-	accept  []workload.Identity
-	usable  []*pooled
-	waiting []*waiter
-	dials   int
-}
-
-// A waiter is an Open that waits for a tunnel.
-type waiter struct {
-	wake func()
-	pt   *pooled // reserved for it
-	err  error
-}
-
-// A pooled is a tunnel of a Pool, and its owner.
-type pooled struct {
-	p     *Pool
-	e     *entry
-	t     *tunnel
-	limit int // streams at once
-	open  int // streams, with those that are reserved
-	done  bool
-	idle  *loop.Timer // of the tunnel's loop
 }
 
 // NewPool returns a Pool without any tunnel.
@@ -84,6 +54,7 @@ func NewPool(cfg PoolConfig) (*Pool, error) {
 		return nil, fmt.Errorf("hbone: pool config: %d streams per tunnel: must not be negative", cfg.MaxStreams)
 	}
 	cfg.MaxStreams = cmp.Or(cfg.MaxStreams, 100)
+	cfg.ExtraTunnels = max(0, cmp.Or(cfg.ExtraTunnels, min(maxExtra, runtime.GOMAXPROCS(0))+spareTunnel))
 	cfg.IdleRelease = cmp.Or(cfg.IdleRelease, 300*time.Second)
 	cfg.ConnectTimeout = cmp.Or(cfg.ConnectTimeout, 10*time.Second)
 	cfg.HandshakeTimeout = cmp.Or(cfg.HandshakeTimeout, 10*time.Second)
@@ -159,7 +130,8 @@ func (p *Pool) checkOut(ctx context.Context, target Target, not *pooled) (*poole
 	for _, id := range target.Accept {
 		key.accept += id.Principal() + "\x00"
 	}
-	w := new(waiter)
+	w := &waiter{not: not}
+	var e *entry
 	err := loop.Await(ctx, func(wake func()) {
 		p.mu.Lock()
 		defer p.mu.Unlock()
@@ -168,76 +140,33 @@ func (p *Pool) checkOut(ctx context.Context, target Target, not *pooled) (*poole
 			wake()
 			return
 		}
-		e := p.entries[key]
-		if e == nil {
-			e = &entry{key: key, accept: slices.Clone(target.Accept)}
+		if e = p.entries[key]; e == nil {
+			e = &entry{key: key, accept: slices.Clone(target.Accept), limit: p.cfg.MaxStreams}
 			p.entries[key] = e
 		}
-		for _, pt := range e.usable {
-			if pt != not && pt.open < pt.limit {
-				pt.reserve()
-				w.pt = pt
-				wake()
-				return
-			}
-		}
 		w.wake = wake
-		e.waiting = append(e.waiting, w)
-		p.waiters++
-		p.dialIfNeeded(e)
+		if pt := p.pick(e, not); pt != nil {
+			p.answer(e, w, pt, nil)
+			return
+		}
+		p.wait(e, w)
 	})
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if err != nil {
 		if w.pt != nil {
 			w.pt.unreserve()
-		} else if e := p.entries[key]; e != nil {
-			if i := slices.Index(e.waiting, w); i >= 0 {
-				e.waiting = slices.Delete(e.waiting, i, i+1)
-				p.waiters--
-				p.forgetIfEmpty(e)
-			}
+		} else if e != nil && slices.Contains(e.waiting, w) {
+			p.answer(e, w, nil, err)
+			p.forgetIfEmpty(e)
 		}
 		return nil, err
 	}
 	return w.pt, w.err
 }
 
-// dialIfNeeded starts as many dials as the waiters of e need. mu is held.
-func (p *Pool) dialIfNeeded(e *entry) {
-	for e.dials*p.cfg.MaxStreams < len(e.waiting) {
-		e.dials++
-		p.dials++
-		p.cfg.Group.Go(p.ctx, func(ctx context.Context) {
-			if err := p.dial(ctx, e); err != nil {
-				p.dialFailed(e, err)
-			}
-		})
-	}
-}
-
-// dialFailed shares a failure among those who waited for it.
-func (p *Pool) dialFailed(e *entry, err error) {
-	p.cfg.Log.Debug("tunnel failed", "next_hop", e.key.nextHop, "err", err)
-	p.mu.Lock()
-	e.dials--
-	p.dials--
-	n := min(len(e.waiting), p.cfg.MaxStreams)
-	if e.dials == 0 {
-		n = len(e.waiting)
-	}
-	for _, w := range e.waiting[:n] {
-		w.err = err
-		w.wake()
-	}
-	e.waiting = slices.Delete(e.waiting, 0, n)
-	p.waiters -= n
-	p.forgetIfEmpty(e)
-	p.mu.Unlock()
-	p.checkIdle()
-}
-
-func (p *Pool) dial(ctx context.Context, e *entry) error {
+func (p *Pool) dial(ctx context.Context, pt *pooled) error {
+	e := pt.e
 	fail := func(phase Phase, err error) error { return &OpenError{Phase: phase, NextHop: e.key.nextHop, Err: err} }
 
 	connect, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.ConnectTimeout)
@@ -250,12 +179,16 @@ func (p *Pool) dial(ctx context.Context, e *entry) error {
 	hs, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.HandshakeTimeout)
 	defer cancel()
 	start := p.cfg.Group.Now()
+	p.mu.Lock()
+	p.seq++
+	pt.cert = p.seq
+	p.mu.Unlock()
 	cfg, err := p.cfg.TLS(hs, e.accept)
 	if err != nil {
 		giveUp(conn)
 		return fail(PhaseHandshake, err)
 	}
-	l, err := handshake(hs, p.cfg.Group, conn, nil, requireAccepted(cfg, e.accept), false)
+	l, err := handshake(hs, p.cfg.Group, conn, nil, noteClientCertificate(requireAccepted(cfg, e.accept), &pt.leaf), false)
 	if err != nil {
 		return fail(PhaseHandshake, err)
 	}
@@ -265,136 +198,57 @@ func (p *Pool) dial(ctx context.Context, e *entry) error {
 		giveUp(l.conn)
 		return fail(PhaseHandshake, err)
 	}
-	pt := &pooled{p: p, e: e, limit: p.cfg.MaxStreams}
 	startTunnel(tunnelConfig{
 		group: p.cfg.Group, link: l, settings: p.cfg.Settings, owner: pt, peer: peer, buffers: p.bufs,
+		age:    ageLimit(p.cfg.Group.Now(), p.cfg.MaxAge, pt.leaf, l.peerLeaf()),
 		settle: max(time.Millisecond, p.cfg.HandshakeTimeout-p.cfg.Group.Now().Sub(start)),
 		failed: func() { p.dialFailed(e, fail(PhaseHandshake, loop.ErrStopped)) },
 	}, pt.ready)
 	return nil
 }
 
-func (p *Pool) forgetIfEmpty(e *entry) {
-	if len(e.usable) == 0 && len(e.waiting) == 0 && e.dials == 0 && p.entries[e.key] == e {
-		delete(p.entries, e.key)
-	}
-}
-
-// ready is called on the loop of a new tunnel.
-func (pt *pooled) ready(t *tunnel) {
-	p := pt.p
-	pt.t = t
+// CertificateChanged retires the tunnels that were made, or begun, so far: they take no new streams. The Pool sees by itself
+// when a handshake used another leaf than those before; this is for who knows earlier, and for new roots.
+func (p *Pool) CertificateChanged() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	pt.e.dials--
-	p.dials--
-	p.tunnels[pt] = struct{}{}
-	if p.draining {
-		pt.retire()
-		return
-	}
-	pt.e.usable = append(pt.e.usable, pt)
-	pt.serveWaiters()
-	p.dialIfNeeded(pt.e)
-	if pt.open == 0 {
-		pt.startIdle()
-	}
+	p.seq++
+	p.since = p.seq
+	p.retireOld()
 }
 
-// serveWaiters gives streams of the tunnel to those that wait. mu is held.
-func (pt *pooled) serveWaiters() {
-	e := pt.e
-	for !pt.done && pt.open < pt.limit && len(e.waiting) > 0 {
-		w := e.waiting[0]
-		e.waiting = slices.Delete(e.waiting, 0, 1)
-		pt.p.waiters--
-		pt.reserve()
-		w.pt = pt
-		w.wake()
+// Forget retires the tunnels to a workload that is gone, or whose address or identity changed: they take no new streams.
+func (p *Pool) Forget(peerUID string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.seq++
+	for key, e := range p.entries {
+		if key.uid == peerUID {
+			e.since = p.seq
+		}
 	}
+	p.retireOld()
 }
 
-func (pt *pooled) reserve() { pt.open++ }
-
-// unreserve gives a stream back. mu is held.
-func (pt *pooled) unreserve() {
-	pt.open--
-	pt.serveWaiters()
-	if pt.open > 0 {
-		return
-	}
-	if pt.done {
-		pt.t.ref.Post(pt.t.drain)
-		return
-	}
-	pt.t.ref.Post(pt.startIdle)
-}
-
-// startIdle is called on the loop.
-func (pt *pooled) startIdle() {
-	if pt.t.dead() {
-		return
-	}
-	if pt.idle != nil {
-		pt.idle.Stop()
-	}
-	pt.idle = pt.t.ref.After(pt.p.cfg.IdleRelease, func() {
-		pt.p.mu.Lock()
-		defer pt.p.mu.Unlock()
-		if pt.open == 0 {
+// retireOld retires what is old by now. mu is held.
+func (p *Pool) retireOld() {
+	for pt := range p.tunnels {
+		if pt.old() {
 			pt.retire()
 		}
-	})
+	}
 }
 
-// retire takes the tunnel out of use; it closes with its last stream. mu is held.
-func (pt *pooled) retire() {
-	if pt.done {
+// noteLeaf retires the tunnels that were made with another certificate, if that of pt is newer. mu is held.
+func (p *Pool) noteLeaf(pt *pooled) {
+	if pt.leaf == nil || pt.cert < p.leafSeq {
 		return
 	}
-	pt.done = true
-	if i := slices.Index(pt.e.usable, pt); i >= 0 {
-		pt.e.usable = slices.Delete(pt.e.usable, i, i+1)
+	p.leafSeq = pt.cert
+	if p.leaf == nil || !p.leaf.Equal(pt.leaf) {
+		p.leaf = pt.leaf
+		p.retireOld()
 	}
-	pt.p.forgetIfEmpty(pt.e)
-	if pt.open == 0 {
-		pt.t.ref.Post(pt.t.drain)
-	}
-}
-
-func (pt *pooled) request(*tunnel, *stream, string, Headers) {}
-
-func (pt *pooled) released(*tunnel) {
-	pt.p.mu.Lock()
-	defer pt.p.mu.Unlock()
-	pt.unreserve()
-}
-
-func (pt *pooled) peerLimit(_ *tunnel, streams uint32) {
-	pt.p.mu.Lock()
-	defer pt.p.mu.Unlock()
-	pt.limit = int(min(int64(streams), int64(pt.p.cfg.MaxStreams)))
-	pt.serveWaiters()
-}
-
-func (pt *pooled) noNewStreams(*tunnel) {
-	pt.p.mu.Lock()
-	defer pt.p.mu.Unlock()
-	pt.retire()
-}
-
-func (pt *pooled) gone(t *tunnel, err error) {
-	p := pt.p
-	p.cfg.Log.Debug("tunnel closed", "remote", t.remote, "err", err)
-	p.mu.Lock()
-	pt.done = true
-	if i := slices.Index(pt.e.usable, pt); i >= 0 {
-		pt.e.usable = slices.Delete(pt.e.usable, i, i+1)
-	}
-	delete(p.tunnels, pt)
-	p.forgetIfEmpty(pt.e)
-	p.mu.Unlock()
-	p.checkIdle()
 }
 
 // Drain stops new streams. Those that are open go on; a tunnel closes with its last one.
@@ -406,12 +260,11 @@ func (p *Pool) Drain() {
 	}
 	p.draining = true
 	for _, e := range p.entries {
-		for _, w := range e.waiting {
-			w.err = errPoolClosed
-			w.wake()
+		for _, w := range slices.Clone(e.waiting) {
+			p.answer(e, w, nil, errPoolClosed)
 		}
-		p.waiters -= len(e.waiting)
-		e.waiting = nil
+		e.clearBackoff()
+		p.forgetIfEmpty(e)
 	}
 	for pt := range p.tunnels {
 		pt.retire()
@@ -457,7 +310,7 @@ func (p *Pool) checkIdle() {
 
 // PoolStats is what a Pool holds.
 type PoolStats struct {
-	Keys    int // with a tunnel, a dial or a waiter
+	Keys    int // with a tunnel, a dial, a waiter or a dial that failed lately
 	Tunnels int // also those that take no new streams
 	Streams int // with those that are being opened
 	Waiters int // Opens that wait for a tunnel

@@ -72,7 +72,7 @@ func (s *Server) setUp(ctx context.Context, a *arrival) error {
 	}
 	ctx, cancel := s.cfg.Group.WithTimeout(ctx, timeLeft())
 	defer cancel()
-	l, peer, err := s.handshake(ctx, a)
+	l, peer, age, err := s.handshake(ctx, a)
 	s.mu.Lock()
 	s.release(a)
 	resume := s.wasFull && !s.full()
@@ -86,7 +86,7 @@ func (s *Server) setUp(ctx context.Context, a *arrival) error {
 	l.buffers = s.bufs
 	startTunnel(tunnelConfig{
 		group: s.cfg.Group, link: l, server: true, settings: s.cfg.Settings, owner: (*serverOwner)(s), peer: peer,
-		buffers: s.bufs, settle: timeLeft(), failed: func() { s.setUpDone(a, loop.ErrStopped) },
+		buffers: s.bufs, settle: timeLeft(), age: age, failed: func() { s.setUpDone(a, loop.ErrStopped) },
 	}, func(t *tunnel) {
 		s.mu.Lock()
 		s.tunnels[t] = struct{}{}
@@ -100,23 +100,23 @@ func (s *Server) setUp(ctx context.Context, a *arrival) error {
 	return nil
 }
 
-func (s *Server) handshake(ctx context.Context, a *arrival) (*link, workload.Identity, error) {
+func (s *Server) handshake(ctx context.Context, a *arrival) (l *link, peer workload.Identity, age time.Duration, err error) {
 	cfg, err := s.cfg.TLS(ctx)
 	if err != nil {
 		giveUp(a.conn)
-		return nil, workload.Identity{}, err
+		return nil, peer, 0, err
 	}
 	var own *x509.Certificate
-	l, err := handshake(ctx, s.cfg.Group, a.conn, a.ahead, noteCertificate(cfg, &own), true)
+	l, err = handshake(ctx, s.cfg.Group, a.conn, a.ahead, noteCertificate(cfg, &own), true)
 	if err != nil {
-		return nil, workload.Identity{}, err
+		return nil, peer, 0, err
 	}
-	var peer workload.Identity
-	if certs := l.tls.ConnectionState().PeerCertificates; len(certs) > 0 && own != nil {
+	theirs := l.peerLeaf()
+	if theirs != nil && own != nil {
 		ours := firstIdentity(own, func(workload.Identity) bool { return true })
-		peer = IdentityIn(certs[0], ours.TrustDomain)
+		peer = IdentityIn(theirs, ours.TrustDomain)
 	}
-	return l, peer, nil
+	return l, peer, ageLimit(s.cfg.Group.Now(), s.cfg.MaxAge, own, theirs), nil
 }
 
 // Drain stops new tunnels and streams. Those that are open go on.
@@ -187,6 +187,7 @@ type serverOwner Server
 
 func (s *serverOwner) peerLimit(*tunnel, uint32) {}
 func (s *serverOwner) noNewStreams(*tunnel)      {}
+func (s *serverOwner) busyChanged(*tunnel, bool) {}
 func (s *serverOwner) released(*tunnel)          {}
 
 func (s *serverOwner) gone(t *tunnel, err error) {

@@ -217,9 +217,13 @@ func TestTunnelThreads(t *testing.T) {
 	const streams, size = 5, 6 << 20
 	want := pattern(size)
 	done := make(chan *exchange, streams)
+	var xs []*exchange
 	for range streams {
 		x := &exchange{s: tm.open(t), left: want}
 		x.done = func() { done <- x }
+		xs = append(xs, x)
+	}
+	for _, x := range xs { // all are open: none of them finds the tunnel bulk
 		x.s.Ref().Post(x.start)
 	}
 	limit := time.After(30 * time.Second)
@@ -356,6 +360,7 @@ type ownerFunc func(t *tunnel, s *stream)
 func (f ownerFunc) request(t *tunnel, s *stream, _ string, _ Headers) { f(t, s) }
 func (f ownerFunc) peerLimit(*tunnel, uint32)                         {}
 func (f ownerFunc) noNewStreams(*tunnel)                              {}
+func (f ownerFunc) busyChanged(*tunnel, bool)                         {}
 func (f ownerFunc) released(*tunnel)                                  {}
 func (f ownerFunc) gone(*tunnel, error)                               {}
 
@@ -504,11 +509,15 @@ func TestIdleStreamMemory(t *testing.T) {
 	tm := newThreadMesh(t, handlerFunc(func(_ context.Context, r *Request) { _ = r.Accept(Headers{}, func(Stream) {}) }))
 	tm.open(t)
 	heap := func() int {
-		runtime.GC()
-		runtime.GC()
-		var m runtime.MemStats
-		runtime.ReadMemStats(&m)
-		return int(m.HeapAlloc)
+		least := math.MaxInt
+		for range 5 { // without the buffers of a turn that happens to run
+			runtime.GC()
+			runtime.GC()
+			var m runtime.MemStats
+			runtime.ReadMemStats(&m)
+			least = min(least, int(m.HeapAlloc))
+		}
+		return least
 	}
 	before := heap()
 	const streams = 99

@@ -21,7 +21,8 @@ type owner interface {
 	request(t *tunnel, s *stream, authority string, h Headers)
 	peerLimit(t *tunnel, streams uint32)
 	noNewStreams(t *tunnel)
-	released(t *tunnel) // a stream has ended and its user let go of it
+	busyChanged(t *tunnel, busy bool) // bulk, or out of connection credit
+	released(t *tunnel)               // a stream has ended and its user let go of it
 	gone(t *tunnel, err error)
 }
 
@@ -45,10 +46,11 @@ type tunnel struct {
 	lent    []*stream // those that hold pieces of the turn's buffer
 	vec     [][]byte  // for TryWriteTo
 	inTurn  bool
-	err     error // set once the tunnel is over
-	ended   bool  // what is left is to close the link, and streams that were received in full
-	cutting bool  // nothing is left
-	parent  *loop.Ref
+	err     error     // set once the tunnel is over
+	ended   bool      // what is left is to close the link, and streams that were received in full
+	cutting bool      // nothing is left
+	parent  *loop.Ref // of the tunnel that carries it, or nil
+	meter   meter
 	settle  *loop.Timer // until the peer's SETTINGS arrive
 }
 
@@ -65,6 +67,7 @@ type tunnelConfig struct {
 	buffers  *buffers
 	settle   time.Duration // for the peer's SETTINGS
 	failed   func()
+	age      time.Duration // after which it takes no new streams; 0: any
 }
 
 // startTunnel makes a task of a link, or, if the link is over a stream, a child of the tunnel that carries it. ready is called
@@ -90,6 +93,12 @@ func startTunnel(cfg tunnelConfig, ready func(t *tunnel)) {
 		t.settle = r.After(cfg.settle, func() {
 			t.die(fmt.Errorf("hbone: waiting for SETTINGS: %w", context.DeadlineExceeded))
 		})
+		if cfg.age > 0 {
+			r.After(cfg.age, func() {
+				t.owner.noNewStreams(t)
+				t.drain()
+			})
+		}
 		ready(t)
 		return t
 	}
@@ -152,9 +161,13 @@ func (t *tunnel) Turn(budget int) (more bool) {
 		more = true
 	}
 	t.keepLent()
+	moved := len(plain)
 	t.buffers.put(plain)
 	if t.err == nil {
-		t.transmit()
+		moved += t.transmit()
+	}
+	if t.err == nil {
+		t.measure(moved)
 	}
 	t.inTurn = false
 	if t.err == nil && t.eng.Drained() && len(t.streams) == 0 && len(t.eng.Output()) == 0 && len(t.link.unsent) == 0 {
@@ -198,16 +211,18 @@ func (t *tunnel) runRelays(budget int) (more bool) {
 }
 
 // transmit seals and sends until there is nothing left, or the socket takes no more. Streams that found no room are woken
-// when there is some.
-func (t *tunnel) transmit() {
+// when there is some. It returns how many bytes went.
+func (t *tunnel) transmit() (n int) {
 	done, err := t.link.flush()
 	if done && err == nil && (len(t.eng.Output()) > 0 || t.link.pending()) {
+		n = len(t.eng.Output())
 		err = t.link.send(t.eng.Output(), t.ref.Scratch())
 		t.eng.Sent()
 	}
 	if err != nil {
 		t.die(err)
 	}
+	return n
 }
 
 // kick gives the tunnel a turn if something was written from outside of one.
