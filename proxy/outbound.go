@@ -66,7 +66,7 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 func outboundFacts(f telemetry.Facts, self *workload.Workload, d *Decision) telemetry.Facts {
 	f.Dst, f.Source, f.Destination = d.NextHop, self, d.Destination
 	if d.Service != nil {
-		f.Service = d.Service.Hostname
+		f.Service, f.ServiceName, f.ServiceNamespace = d.Service.Hostname, d.Service.Name, d.Service.Namespace
 	}
 	if d.Route == OverHBONE {
 		f.Protocol, f.HBONEAddr = telemetry.HBONE, d.Target.String()

@@ -5,10 +5,12 @@ import (
 	"errors"
 	"os"
 	"os/signal"
+	"runtime/debug"
 	"syscall"
 
 	"github.com/spf13/cobra"
 
+	"ztun.dev/ztun/internal/admin"
 	"ztun.dev/ztun/internal/node"
 )
 
@@ -38,7 +40,12 @@ with it.`,
 		}
 		ctx, stop := untilSignal(cmd.Context())
 		defer stop()
-		return node.Run(ctx, cfg, node.Options{Stdout: cmd.OutOrStdout(), Stderr: cmd.ErrOrStderr()})
+		info, _ := debug.ReadBuildInfo()
+		b := readBuild(info)
+		return node.Run(ctx, cfg, node.Options{
+			Stdout: cmd.OutOrStdout(), Stderr: cmd.ErrOrStderr(),
+			Build: admin.Build{Version: b.Version, Revision: b.Revision, Modified: b.Modified},
+		})
 	}
 	return cmd
 }

@@ -190,11 +190,11 @@ var settings = []setting{
 	{"ENABLE_RESPONSE_BAGGAGE", "enableResponseBaggage", "true", "say in responses who answers", func(c *Config) value { return boolean(&c.EnableResponseBaggage) }, unused, ""},
 	{"UNSTABLE_ENABLE_SOCKS5", "enableSocks5", "false", "SOCKS5 on 127.0.0.1:15080 of each pod", func(c *Config) value { return boolean(&c.EnableSOCKS5) }, unused, ""},
 
-	{"KEEPALIVE_ENABLED", "keepaliveEnabled", "true", "TCP keepalive on every socket", func(c *Config) value { return boolean(&c.KeepaliveEnabled) }, unused, ""},
+	{"KEEPALIVE_ENABLED", "keepaliveEnabled", "true", "TCP keepalive on every socket", func(c *Config) value { return boolean(&c.KeepaliveEnabled) }, 0, ""},
 	{"KEEPALIVE_TIME", "keepaliveTime", "45s", "idle time before the first TCP keepalive", func(c *Config) value { return positive(&c.KeepaliveTime) }, 0, ""},
 	{"KEEPALIVE_INTERVAL", "keepaliveInterval", "15s", "time between TCP keepalives", func(c *Config) value { return positive(&c.KeepaliveInterval) }, 0, ""},
 	{"KEEPALIVE_RETRIES", "keepaliveRetries", "3", "unanswered TCP keepalives after which the peer is dead", func(c *Config) value { return uint32In(&c.KeepaliveRetries, 1, maxKeepaliveRetries) }, 0, ""},
-	{"USER_TIMEOUT_ENABLED", "userTimeoutEnabled", "true", "a peer that acknowledges nothing for the time of all keepalives is dead", func(c *Config) value { return boolean(&c.UserTimeoutEnabled) }, unused, ""},
+	{"USER_TIMEOUT_ENABLED", "userTimeoutEnabled", "true", "a peer that acknowledges nothing for the time of all keepalives is dead", func(c *Config) value { return boolean(&c.UserTimeoutEnabled) }, 0, ""},
 
 	{"ZTUN_CONNECT_TIMEOUT", "connectTimeout", "10s", "limit of a TCP connect", func(c *Config) value { return positive(&c.ConnectTimeout) }, 0, ""},
 	{"ZTUN_HANDSHAKE_TIMEOUT", "handshakeTimeout", "10s", "limit of TLS and HTTP/2 set-up together", func(c *Config) value { return positive(&c.HandshakeTimeout) }, 0, ""},
@@ -213,7 +213,7 @@ var settings = []setting{
 	{"ZTUN_XDS_MAX_MESSAGE", "xdsMaxMessage", "2048MiB", "largest message of the control plane", func(c *Config) value { return size64(&c.XDSMaxMessageBytes, 1<<20, math.MaxInt64) }, unused, ""},
 
 	{"ZTUN_DNS_UPSTREAM", "dnsUpstream", "original", "who answers what the mesh does not know: the resolver that the application addressed (original), resolvconf, or IP addresses", func(c *Config) value { return (*upstreamValue)(&c.DNSUpstream) }, unused, ""},
-	{"ZTUN_DNS_RESOLV_CONF", "dnsResolvConf", "/etc/resolv.conf", "file with the resolvers of resolvconf", func(c *Config) value { return str(&c.DNSResolvConf) }, unused, ""},
+	{"ZTUN_DNS_RESOLV_CONF", "dnsResolvConf", "/etc/resolv.conf", "file with the resolvers of resolvconf", func(c *Config) value { return str(&c.DNSResolvConf) }, 0, ""},
 	{"ZTUN_DNS_CACHE_ENTRIES", "dnsCacheEntries", "16384", "answers that are kept; 0: none", func(c *Config) value { return uint32In(&c.DNSCacheEntries, 0, math.MaxInt32) }, unused, ""},
 	{"ZTUN_DNS_CACHE_BYTES", "dnsCacheBytes", "32MiB", "size of the answers that are kept", func(c *Config) value { return size64(&c.DNSCacheBytes, 0, math.MaxInt64) }, unused, ""},
 	{"ZTUN_DNS_STALE", "dnsStale", "1h", "time for which an expired answer may be given while no resolver answers", func(c *Config) value { return (*durationValue)(&c.DNSStale) }, unused, ""},

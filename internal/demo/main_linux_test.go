@@ -43,7 +43,7 @@ func proxyMain(args []string) int {
 	defer stop()
 	switch filepath.Base(os.Args[0]) {
 	case idleZtun:
-		fmt.Fprintln(os.Stderr, "time=now level=INFO msg=ready pods=2")
+		fmt.Fprintln(os.Stderr, "now\tinfo\tnode\tready\tpods=2")
 		<-ctx.Done()
 		return 0
 	case silentZtun:

@@ -97,7 +97,7 @@ func (p *nodeProcess) ready(ctx context.Context) error {
 	ctx, release := p.untilEnded(ctx)
 	defer release()
 	err := p.log.wait(ctx, 0, func(line string) bool {
-		return strings.Contains(line, "msg=ready ") || strings.HasSuffix(line, "msg=ready")
+		return strings.Contains(line, "\tready\t")
 	})
 	switch {
 	case err == nil:

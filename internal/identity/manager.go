@@ -13,6 +13,7 @@ import (
 	"log/slog"
 	"net/url"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -56,6 +57,7 @@ type Certificate struct {
 	Identity workload.Identity
 	TLS      tls.Certificate // leaf and intermediates; Leaf is set
 	Roots    *x509.CertPool
+	RootList []*x509.Certificate // the same, for people
 	renew    time.Time
 }
 
@@ -109,6 +111,25 @@ func (m *Manager) Certificate(ctx context.Context, id workload.Identity) (*Certi
 		return nil, e.err
 	}
 	return e.cert, nil
+}
+
+// A Status is what the Manager has for an identity.
+type Status struct {
+	Identity    workload.Identity
+	Certificate *Certificate // nil: none
+	Err         error        // of the last request, if it failed
+}
+
+// Statuses lists the identities that were asked for, in the order of their names.
+func (m *Manager) Statuses() []Status {
+	m.mu.Lock()
+	list := make([]Status, 0, len(m.entries))
+	for id, e := range m.entries {
+		list = append(list, Status{id, e.cert, e.err})
+	}
+	m.mu.Unlock()
+	slices.SortFunc(list, func(a, b Status) int { return strings.Compare(a.Identity.String(), b.Identity.String()) })
+	return list
 }
 
 // Close waits for requests to the CA that are in progress.
@@ -204,7 +225,7 @@ func parseChain(id workload.Identity, chain [][]byte, key *ecdsa.PrivateKey, now
 	if err != nil {
 		return nil, err
 	}
-	c := &Certificate{Identity: id, Roots: roots, TLS: tls.Certificate{PrivateKey: key, Leaf: leaf}}
+	c := &Certificate{Identity: id, Roots: roots, RootList: rootList, TLS: tls.Certificate{PrivateKey: key, Leaf: leaf}}
 	for _, link := range verified[0][:len(verified[0])-1] { // in issuing order, without the root
 		c.TLS.Certificate = append(c.TLS.Certificate, link.Raw)
 	}

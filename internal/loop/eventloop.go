@@ -195,6 +195,9 @@ func (l *eventLoop) finished() bool {
 		return false
 	}
 	l.state = ended
+	for _, t := range l.timers { // a late Stop finds nothing to do
+		t.index = -1
+	}
 	l.timers = nil
 	return true
 }

@@ -173,6 +173,18 @@ func TestPostsAndTimersReachASleepingLoop(t *testing.T) {
 	}
 }
 
+func TestTimersOutliveTheGroup(t *testing.T) {
+	m := NewManual(epoch)
+	_, cancel := m.Group().WithTimeout(t.Context(), time.Hour)
+	if err := m.Close(); err != nil {
+		t.Fatal(err)
+	}
+	cancel() // stops a timer of a loop that has ended
+	if s := m.Group().Stats(); s != (Stats{}) {
+		t.Errorf("the group holds %+v", s)
+	}
+}
+
 func TestWakeBeforeTheStart(t *testing.T) {
 	m := newManual(t)
 	for range 2 * maxPosts { // so many that the start has to wait

@@ -27,7 +27,7 @@ func (b *bed) refused(file string) error {
 	}
 	ctx, cancel := context.WithTimeout(b.t.Context(), 5*time.Second)
 	defer cancel()
-	if err = Run(ctx, cfg, Options{Stdout: io.Discard, Stderr: io.Discard}); err == nil {
+	if err = Run(ctx, cfg, Options{Stdout: io.Discard, Stderr: io.Discard, Ports: anyPorts}); err == nil {
 		b.t.Fatalf("%s: it has started", file)
 	}
 	return err
@@ -178,7 +178,7 @@ func TestNetnsWithoutIPv6(t *testing.T) {
 	unchanged(t, []*lab.Host{b.pods[clientA], b.pods[webB]}, func() {
 		a := b.start(0)
 		b.start(1)
-		a.log.await(t, "IPv6 is not captured", a.done, "pod=shop/client")
+		a.log.await(t, "IPv6 is not captured", a.done, `pod="shop/client"`)
 		for _, to := range []string{"10.96.0.10:80", addrPort(b.pods[webB].Addr4, 8080)} {
 			if _, err := b.ask(b.pods[clientA], to); err != nil {
 				t.Errorf("%s: %v", to, err)

@@ -148,7 +148,7 @@ func (b *bed) spawnFile(i int, file string, vars ...string) *child {
 func (b *bed) spawnReady(i int, vars ...string) *child {
 	b.t.Helper()
 	c := b.spawn(i, vars...)
-	c.log.await(b.t, "msg=ready", c.cmd.Done())
+	c.log.await(b.t, "\tready\t", c.cmd.Done())
 	b.mustCapture(i, c.log, c.cmd.Done())
 	return c
 }
@@ -182,7 +182,7 @@ func (c *child) failure(t *testing.T) (line string, code int) {
 	}
 	lines := strings.Split(strings.TrimRight(c.log.String(), "\n"), "\n")
 	for _, l := range lines[:len(lines)-1] {
-		if !strings.HasPrefix(l, "time=") {
+		if strings.Count(l, "\t") < 3 { // not a line of the log
 			t.Errorf("the error has more than one line:\n%s", c.log)
 		}
 	}

@@ -135,7 +135,7 @@ func TestNetnsContainer(t *testing.T) {
 				nodes[i] = b.spawnFile(i, file, vars...)
 			}
 			for i, n := range nodes {
-				n.log.await(t, "msg=ready", n.cmd.Done())
+				n.log.await(t, "\tready\t", n.cmd.Done())
 				b.mustCapture(i, n.log, n.cmd.Done())
 				b.mustBeContained(n)
 			}

@@ -18,6 +18,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
+	"ztun.dev/ztun/internal/admin"
 	"ztun.dev/ztun/internal/ca"
 	"ztun.dev/ztun/internal/config"
 	"ztun.dev/ztun/internal/lab"
@@ -222,7 +223,7 @@ func (b *bed) launch(i int) *process {
 	ctx, stop := context.WithCancel(context.Background())
 	p := &process{stop: stop, done: make(chan struct{}), out: newLogBuffer(), log: newLogBuffer()}
 	o := b.options
-	o.Stdout, o.Stderr = p.out, p.log
+	o.Stdout, o.Stderr, o.Ports = p.out, p.log, anyPorts
 	var err error
 	if p.node, err = build(b.load(i), o); err != nil {
 		b.t.Fatal(err)
@@ -233,7 +234,7 @@ func (b *bed) launch(i int) *process {
 		p.err = p.node.run(ctx)
 	}()
 	b.nodes[i] = p
-	p.log.await(b.t, "msg=ready", p.done)
+	p.log.await(b.t, "\tready\t", p.done)
 	return p
 }
 
@@ -241,7 +242,7 @@ func (b *bed) launch(i int) *process {
 func (b *bed) mustCapture(i int, log *logBuffer, ended <-chan struct{}) {
 	b.t.Helper()
 	for _, pod := range podNames[i] {
-		log.await(b.t, `msg="pod captured"`, ended, "pod=shop/"+pod+" ", "capture="+b.capture.String()+" ")
+		log.await(b.t, "\tpod captured\t", ended, `pod="shop/`+pod+`"`, `capture="`+b.capture.String()+`"`)
 	}
 }
 
@@ -437,3 +438,6 @@ func TestMain(m *testing.M) {
 	}
 	goleak.VerifyTestMain(m)
 }
+
+// anyPorts keep the nodes of one process, and of several tests, out of each other's way.
+var anyPorts = admin.Ports{Admin: admin.AnyPort, Stats: admin.AnyPort, Ready: admin.AnyPort}

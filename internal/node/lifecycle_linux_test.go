@@ -106,7 +106,7 @@ func checkStopDrains(t *testing.T, b *bed) {
 		t.Fatal(err)
 	}
 	z.stop()
-	z.log.await(t, "msg=ending", z.done)
+	z.log.await(t, "\tending\t", z.done)
 	shortServer.Write([]byte("the rest"))
 	shortServer.Close()
 	short.CloseWrite()

@@ -18,11 +18,15 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"strings"
+	"sync"
+	"syscall"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 
 	"ztun.dev/ztun/dnsproxy"
+	"ztun.dev/ztun/internal/admin"
 	"ztun.dev/ztun/internal/ca"
 	"ztun.dev/ztun/internal/config"
 	"ztun.dev/ztun/internal/identity"
@@ -30,6 +34,7 @@ import (
 	"ztun.dev/ztun/internal/telemetry"
 	"ztun.dev/ztun/internal/underlay"
 	"ztun.dev/ztun/internal/workload"
+	"ztun.dev/ztun/proxy"
 	"ztun.dev/ztun/stack"
 	"ztun.dev/ztun/tun"
 )
@@ -49,7 +54,15 @@ type Node struct {
 	workers    int // threads that move bytes
 	rand       func() uint64
 	specs      []podSpec
-	pods       []*pod
+	quit       context.CancelCauseFunc // ends the process in order; set by run
+	levels     *telemetry.Levels
+	readiness  *admin.Readiness
+	ready      *admin.Task
+	admin      *admin.Server
+	metrics    *metrics
+
+	podsMu sync.Mutex // guards below
+	pods   []*pod
 
 	failOpenRoute bool // tests only: the positive control of what fails closed
 	noICMPRelay   bool // tests only: the positive control of the relay
@@ -62,6 +75,9 @@ var ErrInvalid = errors.New("invalid configuration")
 type Options struct {
 	Stdout io.Writer // the access log
 	Stderr io.Writer // everything else
+
+	Ports admin.Ports // where the admin server listens, in place of what is configured
+	Build admin.Build // what it and the metrics say of the program
 
 	// FailOpenRoute leaves out the route that holds traffic back when the process is dead, so that a test can see its
 	// detector work. No configuration leads here.
@@ -86,8 +102,14 @@ func Run(ctx context.Context, cfg *config.Config, o Options) error {
 // build makes everything that does not touch the system.
 func build(cfg *config.Config, o Options) (*Node, error) {
 	n := &Node{
-		cfg: cfg, log: newLogger(cfg, o.Stderr), rand: rand.Uint64, failOpenRoute: o.FailOpenRoute, noICMPRelay: o.NoICMPRelay,
+		cfg: cfg, rand: rand.Uint64, failOpenRoute: o.FailOpenRoute, noICMPRelay: o.NoICMPRelay,
 		generation: uint64(time.Now().UnixNano()), limits: stack.NewLimits(int(cfg.MaxInFlight)), workers: cfg.WorkerThreads.Count(runtime.NumCPU()),
+	}
+	if err := n.observe(o); err != nil {
+		return nil, err
+	}
+	if ignored := cfg.Ignored(); len(ignored) > 0 {
+		n.log.Warn("settings without effect so far", "names", strings.Join(ignored, " "))
 	}
 	st, err := loadState(cfg)
 	if err != nil {
@@ -99,16 +121,6 @@ func build(cfg *config.Config, o Options) (*Node, error) {
 		return nil, fmt.Errorf("%w: %w", ErrInvalid, err)
 	}
 	if n.identities, err = identity.New(identity.Config{CA: authority, Now: time.Now, Log: n.log}); err != nil {
-		return nil, err
-	}
-	access := o.Stdout
-	if cfg.LogFilter.Level(accessTarget) > slog.LevelError {
-		access = nil
-	}
-	n.records, err = telemetry.NewRecorder(telemetry.Config{
-		Now: time.Now, Access: access, JSON: cfg.LogFormat == config.LogJSON, Opened: cfg.LogFilter.Level(accessTarget) <= slog.LevelDebug, Log: n.log,
-	})
-	if err != nil {
 		return nil, err
 	}
 	for i := range cfg.Pods {
@@ -208,23 +220,27 @@ func sameNetns(a, b *tun.Netns) bool {
 	return aDev == bDev && aIno == bIno
 }
 
-// drainTime is how long streams may go on after the end has been asked for (ztunnel's default).
-const drainTime = 5 * time.Second
-
 // run starts the pods, serves, and ends.
 func (n *Node) run(ctx context.Context) error {
 	// Loops and log outlive ctx: the end needs them.
+	ctx, n.quit = context.WithCancelCause(ctx)
+	defer n.quit(nil)
 	background, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
+	if err := n.admin.Listen(ctx); err != nil {
+		return n.nameHolder(err)
+	}
 	var g errgroup.Group
 	g.Go(func() error { return n.group.Run(background) })
 	g.Go(func() error { return n.records.Run(background) })
 
 	serving, stopServing := context.WithCancel(background)
 	defer stopServing()
+	g.Go(func() error { return n.serveAdmin(serving) })
 	var pods errgroup.Group
 	err := n.start(ctx, func(p *pod) { pods.Go(func() error { n.supervise(serving, p); return nil }) })
 	if err == nil {
+		n.ready.Done()
 		n.log.Info("ready", "pods", len(n.pods), "workers", n.workers, "workloads", len(n.store.Snapshot().State().Workloads))
 		<-ctx.Done()
 	}
@@ -237,6 +253,19 @@ func (n *Node) run(ctx context.Context) error {
 	return errors.Join(err, g.Wait())
 }
 
+// nameHolder turns ports in use into the name of the process that has them, if that is a ztun which serves our pods.
+func (n *Node) nameHolder(err error) error {
+	if !errors.Is(err, syscall.EADDRINUSE) {
+		return err
+	}
+	for _, s := range n.specs {
+		if held := tun.InUse(s.netns, tun.DefaultName); held != nil {
+			return fmt.Errorf("pod %s: %w", s.String(), held)
+		}
+	}
+	return err
+}
+
 // start captures one pod after the other and serves each at once.
 func (n *Node) start(ctx context.Context, serve func(*pod)) error {
 	for _, spec := range n.specs {
@@ -244,7 +273,9 @@ func (n *Node) start(ctx context.Context, serve func(*pod)) error {
 		if err := n.startPod(ctx, p); err != nil {
 			return fmt.Errorf("pod %s: %w", spec.String(), err)
 		}
+		n.podsMu.Lock()
 		n.pods = append(n.pods, p)
+		n.podsMu.Unlock()
 		serve(p)
 	}
 	return nil
@@ -262,6 +293,7 @@ func (n *Node) supervise(ctx context.Context, p *pod) {
 			return
 		}
 		p.log.Error("pod lost: it stays closed until it is captured again", "error", err.Error(), "next_try", retryPod.String())
+		n.metrics.lost.Inc()
 		p.fail(ctx, err)
 		for {
 			select {
@@ -279,17 +311,14 @@ func (n *Node) supervise(ctx context.Context, p *pod) {
 	}
 }
 
-// errDrained is the end of connections that the end of the process cuts.
-var errDrained = errors.New("connection closed due to connection drain")
-
 // end lets open connections finish for a while, cuts the rest, and ends the pods. After an orderly end, and only then, each has
 // its network back; otherwise one that this process found captured stays captured, and closed.
 func (n *Node) end(ctx context.Context, stopServing func(), pods *errgroup.Group, orderly bool) error {
 	for _, p := range n.pods {
 		p.drain(ctx)
 	}
-	n.awaitIdle(drainTime)
-	n.records.Each(func(c *telemetry.Conn) { c.Close(errDrained) })
+	n.awaitIdle(n.cfg.TerminationDeadline)
+	n.records.Each(func(c *telemetry.Conn) { c.Close(proxy.DrainError()) })
 	n.awaitIdle(time.Second)
 	stopServing()
 	err := pods.Wait()
@@ -333,16 +362,4 @@ func openStateDir(socket string) (string, error) {
 		return "", fmt.Errorf("state directory: %w; set ZTUN_HANDOVER_SOCKET (handoverSocket in the file) to a path in a writable directory", err)
 	}
 	return dir, nil
-}
-
-// accessTarget is the name of the access log in log filters.
-const accessTarget = "access"
-
-// newLogger writes lines of key=value or JSON.
-func newLogger(cfg *config.Config, w io.Writer) *slog.Logger {
-	o := &slog.HandlerOptions{Level: cfg.LogFilter.Default}
-	if cfg.LogFormat == config.LogJSON {
-		return slog.New(slog.NewJSONHandler(w, o))
-	}
-	return slog.New(slog.NewTextHandler(w, o))
 }

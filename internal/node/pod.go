@@ -52,6 +52,13 @@ func (p *pod) current() *pipeline {
 	return p.line
 }
 
+// state is the pipeline, or why there is none.
+func (p *pod) state() (*pipeline, string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.line, p.pending
+}
+
 func (p *pod) set(l *pipeline, pending error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

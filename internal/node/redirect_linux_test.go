@@ -30,10 +30,10 @@ func TestNetnsCaptureIsChosenForEachPod(t *testing.T) {
 	}
 	a := b.launch(0)
 	b.start(1)
-	a.log.await(t, `msg="pod captured"`, a.done, "pod=shop/client ", "capture=tun ")
-	a.log.await(t, `msg="pod captured"`, a.done, "pod=shop/other ", "capture=redirect ")
-	a.log.await(t, "capture=tun", a.done, `reason="nothing else captures the pod"`)
-	a.log.await(t, "capture=redirect", a.done, `reason="istio-cni has redirected the pod: nftables table istio-ambient-`)
+	a.log.await(t, "\tpod captured\t", a.done, `pod="shop/client"`, `capture="tun"`)
+	a.log.await(t, "\tpod captured\t", a.done, `pod="shop/other"`, `capture="redirect"`)
+	a.log.await(t, `capture="tun"`, a.done, `reason="nothing else captures the pod"`)
+	a.log.await(t, `capture="redirect"`, a.done, `reason="istio-cni has redirected the pod: nftables table istio-ambient-`)
 	// And both are what captures: the pod that may talk to the server does, the other does not.
 	b.serve(b.pods[webB], 8080, who)
 	if got, err := b.ask(b.pods[clientA], "10.96.0.10:80"); err != nil || !strings.Contains(got, b.pods[clientA].Addr4.String()) {
