@@ -16,14 +16,38 @@ const (
 	dnsIdle       = 10 * time.Second // a TCP connection without a question; RFC 7766, section 6.2.3, wants seconds
 )
 
+// takeQuestion takes a place for a question, which costs a socket while it is forwarded; false if there is none.
+func (p *Proxy) takeQuestion() bool {
+	if p.questions.Add(1) <= int64(p.cfg.MaxQuestions) && (p.cfg.Questions == nil || p.cfg.Questions.Acquire()) {
+		return true
+	}
+	p.questions.Add(-1)
+	p.questionsRefused.Add(1)
+	return false
+}
+
+func (p *Proxy) releaseQuestion() {
+	p.questions.Add(-1)
+	if p.cfg.Questions != nil {
+		p.cfg.Questions.Release()
+	}
+}
+
+// QuestionsRefused counts questions, and connections for them, that a limit refused.
+func (p *Proxy) QuestionsRefused() uint64 { return p.questionsRefused.Load() }
+
 // ServeUDP implements stack.Handler: questions are answered; nothing else is captured.
 func (p *Proxy) ServeUDP(ctx context.Context, conn stack.UDPConn) {
 	f := conn.Flow()
 	if f.Dst.Port() != dnsPort {
 		return
 	}
+	if !p.takeQuestion() {
+		return // a lost question is asked again
+	}
 	msg := bytes.Clone(conn.Payload())
 	p.cfg.Group.Go(ctx, func(ctx context.Context) {
+		defer p.releaseQuestion()
 		ctx, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.DNSTimeout)
 		defer cancel()
 		answer, err := p.cfg.DNS.ServeDNS(ctx, p.cfg.Client, f.Src, f.Dst, false, msg, nil)
@@ -43,6 +67,11 @@ func (p *Proxy) ServeUDP(ctx context.Context, conn stack.UDPConn) {
 // serveDNSStream answers questions over TCP. ztun is the server here, so the SYN is answered at once.
 func (p *Proxy) serveDNSStream(ctx context.Context, req stack.TCPRequest) {
 	f := req.Flow()
+	if !p.takeQuestion() {
+		req.Reset()
+		return
+	}
+	defer p.releaseQuestion()
 	conn, err := req.Accept(ctx)
 	if err != nil {
 		return

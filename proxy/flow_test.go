@@ -362,6 +362,37 @@ func TestQuestionsAreAnswered(t *testing.T) {
 	}
 }
 
+func TestQuestionsAreLimited(t *testing.T) {
+	b := newBench(t, newMesh())
+	b.Proxy.cfg.MaxQuestions = 3
+	var conns []*fakeRequest
+	for range 5 {
+		req := request("10.96.0.53:53")
+		b.ServeTCP(t.Context(), req)
+		conns = append(conns, req)
+	}
+	b.Settle()
+	for i, want := range []string{"accepted", "accepted", "accepted", "RST", "RST"} {
+		if conns[i].answer != want {
+			t.Errorf("connection %d is answered by %q, want %q", i, conns[i].answer, want)
+		}
+	}
+	udp := &fakeUDP{flow: stack.Flow{Proto: stack.UDP, Src: netip.MustParseAddrPort("10.244.0.5:5353"), Dst: netip.MustParseAddrPort("10.96.0.53:53")}, payload: []byte("one")}
+	b.ServeUDP(t.Context(), udp)
+	b.Settle()
+	if len(udp.replies) != 0 || b.QuestionsRefused() != 3 {
+		t.Errorf("above the limit: %d answers, %d refusals counted; want 0 and 3", len(udp.replies), b.QuestionsRefused())
+	}
+	conns[0].app.Reset()
+	b.Settle()
+	b.ServeUDP(t.Context(), udp)
+	b.Settle()
+	if len(udp.replies) != 1 {
+		t.Error("a place that became free is not used")
+	}
+	b.Advance(11 * time.Second)
+}
+
 type fakeUDP struct {
 	flow    stack.Flow
 	payload []byte

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"ztun.dev/ztun/internal/hbone"
@@ -56,12 +57,18 @@ type Config struct {
 	WorkloadWait   time.Duration // for the pod's own workload to become known: 5 s, ztunnel's
 	PolicyWait     time.Duration // for a policy that the workload lists: 1 s
 	DNSTimeout     time.Duration // of one question: 10 s
+
+	MaxQuestions int           // of the pod without an answer, and connections for them: 512
+	Questions    *stack.Limits // the same for the process; nil: none
 }
 
 // A Proxy serves one pod.
 type Proxy struct {
 	cfg   Config
 	local map[netip.Addr]bool
+
+	questions        atomic.Int64 // in progress
+	questionsRefused atomic.Uint64
 }
 
 var (
@@ -90,6 +97,9 @@ func New(cfg Config) (*Proxy, error) {
 		if *d.v == 0 {
 			*d.v = d.def
 		}
+	}
+	if cfg.MaxQuestions == 0 {
+		cfg.MaxQuestions = 512
 	}
 	p := &Proxy{cfg: cfg, local: make(map[netip.Addr]bool)}
 	for _, a := range cfg.Addrs {

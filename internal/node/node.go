@@ -47,7 +47,8 @@ type Node struct {
 	store      workload.Store
 	records    *telemetry.Recorder
 	identities *identity.Manager
-	limits     *stack.Limits
+	limits     *stack.Limits // unanswered SYNs
+	questions  *stack.Limits // DNS
 	marks      tun.Marks
 	stateDir   string
 	generation uint64
@@ -67,6 +68,9 @@ type Node struct {
 	failOpenRoute bool // tests only: the positive control of what fails closed
 	noICMPRelay   bool // tests only: the positive control of the relay
 }
+
+// maxQuestions is how many DNS questions of all pods may be without an answer: each that is forwarded holds a socket.
+const maxQuestions = 4096
 
 // ErrInvalid is wrapped by errors that the user mends in the configuration, or in a file that it names.
 var ErrInvalid = errors.New("invalid configuration")
@@ -103,7 +107,7 @@ func Run(ctx context.Context, cfg *config.Config, o Options) error {
 func build(cfg *config.Config, o Options) (*Node, error) {
 	n := &Node{
 		cfg: cfg, rand: rand.Uint64, failOpenRoute: o.FailOpenRoute, noICMPRelay: o.NoICMPRelay,
-		generation: uint64(time.Now().UnixNano()), limits: stack.NewLimits(int(cfg.MaxInFlight)), workers: cfg.WorkerThreads.Count(runtime.NumCPU()),
+		generation: uint64(time.Now().UnixNano()), limits: stack.NewLimits(int(cfg.MaxInFlight)), questions: stack.NewLimits(maxQuestions), workers: cfg.WorkerThreads.Count(runtime.NumCPU()),
 	}
 	if err := n.observe(o); err != nil {
 		return nil, err

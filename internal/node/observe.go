@@ -165,6 +165,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	pods := make(map[key]int)
 	var sum refusals
 	var in, out int
+	var questions uint64
 	for _, p := range c.n.listPods() {
 		line, pending := p.state()
 		switch {
@@ -173,6 +174,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 			r := line.backend.refusals()
 			sum.evicted += r.evicted
 			sum.limited += r.limited
+			questions += line.proxy.QuestionsRefused()
 			in += line.server.Tunnels()
 			out += line.pool.Stats().Tunnels
 		case pending != "":
@@ -188,7 +190,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	gauge(c.pending, c.n.limits.InFlight())
 	gauge(c.pool, in, "inbound")
 	gauge(c.pool, out, "outbound")
-	for reason, v := range map[string]uint64{"pod_limit": sum.evicted, "process_limit": sum.limited} {
+	for reason, v := range map[string]uint64{"pod_limit": sum.evicted, "process_limit": sum.limited, "dns_limit": questions} {
 		ch <- prometheus.MustNewConstMetric(c.refused, prometheus.CounterValue, float64(v), reason)
 	}
 }

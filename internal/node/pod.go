@@ -75,6 +75,7 @@ type pipeline struct {
 	log      *slog.Logger
 	backend  backend
 	listener *underlay.Listener
+	proxy    *proxy.Proxy
 	server   *hbone.Server
 	pool     *hbone.Pool
 }
@@ -174,11 +175,12 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, a
 	}
 	px, err := proxy.New(proxy.Config{
 		Client: c, Addrs: addrs, Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: l.pool, DNS: dns,
-		Records: n.records, Group: n.group, Rand: n.rand, Log: l.log, ConnectTimeout: n.cfg.ConnectTimeout,
+		Questions: n.questions, Records: n.records, Group: n.group, Rand: n.rand, Log: l.log, ConnectTimeout: n.cfg.ConnectTimeout,
 	})
 	if err != nil {
 		return nil, err
 	}
+	l.proxy = px
 	l.server, err = hbone.NewServer(hbone.ServerConfig{
 		Group: n.group, TLS: n.serverTLS(self), Handler: px, Log: l.log, HandshakeTimeout: n.cfg.HandshakeTimeout, Settings: settings,
 	})

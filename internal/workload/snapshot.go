@@ -238,8 +238,8 @@ func (s *Snapshot) Service(key ServiceKey) *Service {
 	return s.services[key]
 }
 
-// ServiceAt finds the service that a client of the namespace reaches at a virtual address: exact addresses before blocks,
-// more specific blocks before others; among several the client's namespace, then canonical ones, then the smallest key.
+// ServiceAt finds the service that a client of the namespace reaches at a virtual address: exact addresses before blocks. Of
+// several blocks one of the client's namespace counts before all others, then the more specific, canonical, smallest key.
 func (s *Snapshot) ServiceAt(network string, a netip.Addr, namespace string) *Service {
 	if s == nil {
 		return nil
