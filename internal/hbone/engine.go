@@ -135,6 +135,7 @@ type Engine struct {
 	henc        *hpack.Encoder
 	hbuf        bytes.Buffer
 	send        int64 // connection window left to us
+	sendMost    int64 // the most that it was: what it is when all is credited
 	sendInit    int64
 	frameSize   int
 	maxStreams  uint32 // that the peer lets us open
@@ -214,6 +215,7 @@ func NewEngine(cfg EngineConfig, ev Events, now time.Time) *Engine {
 		recv:       int64(set.ConnectionWindow),
 		recvInit:   max(initWindow, int64(set.StreamWindow)), // until the peer has seen our SETTINGS
 		send:       initWindow,
+		sendMost:   initWindow,
 		sendInit:   initWindow,
 		frameSize:  minFrame,
 		maxStreams: math.MaxUint32,

@@ -425,6 +425,7 @@ func (e *Engine) windowUpdate(f *http2.WindowUpdateFrame) error {
 		if e.send += int64(f.Increment); e.send > maxWindow {
 			return &ConnError{http2.ErrCodeFlowControl, "connection window overflows"}
 		}
+		e.sendMost = max(e.sendMost, e.send)
 		e.wakeWaiting()
 		return nil
 	}

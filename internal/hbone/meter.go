@@ -37,13 +37,13 @@ func (t *tunnel) measure(n int) {
 		}
 	}
 	switch {
-	case t.eng.send > 0:
+	case !t.eng.exhausted():
 		m.stalled = false
 	case !m.stalled && !m.waits:
 		m.waits = true
 		t.ref.After(stallTime, func() {
 			m.waits = false
-			m.stalled = t.err == nil && t.eng.send <= 0
+			m.stalled = t.err == nil && t.eng.exhausted()
 			t.tellBusy()
 		})
 	}

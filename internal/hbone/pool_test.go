@@ -58,28 +58,29 @@ func TestPoolBurstBeyondPeerLimit(t *testing.T) {
 	ms.close(open...)
 }
 
-// TestPoolRetryElsewhere: a stream that a tunnel refused is not given to it again, although it has room.
+// TestPoolRetryElsewhere: a stream that a tunnel refused is not given to it again, although it has room: then, or later.
 func TestPoolRetryElsewhere(t *testing.T) {
-	ms := newMesh(t, meshConfig{pool: PoolConfig{MaxStreams: 1}})
-	first := ms.mustOpen()
-	var refusing *pooled
-	for pt := range ms.pool.tunnels {
-		refusing = pt
-	}
-	var got *pooled
-	ms.m.Group().Go(context.Background(), func(ctx context.Context) {
-		pt, err := ms.pool.checkOut(ctx, ms.target, refusing)
-		if err != nil {
-			t.Error(err)
+	for _, limit := range []int{1, 2} {
+		ms := newMesh(t, meshConfig{pool: PoolConfig{MaxStreams: limit}})
+		first := ms.mustOpen()
+		var refusing *pooled
+		for pt := range ms.pool.tunnels {
+			refusing = pt
 		}
-		got = pt
-	})
-	for ms.pool.Stats().Waiters == 0 && ms.m.Step() {
-	}
-	first.Ref().Post(func() { _ = first.Close() }) // room, while the dial is under way
-	ms.m.Settle()
-	if got == nil || got == refusing {
-		t.Errorf("the stream was given to %p, the tunnel that had refused it is %p", got, refusing)
+		var got *pooled
+		ms.m.Group().Go(context.Background(), func(ctx context.Context) {
+			pt, err := ms.pool.checkOut(ctx, ms.target, refusing)
+			if err != nil {
+				t.Error(err)
+			}
+			got = pt
+		})
+		for ms.pool.Stats().Waiters == 0 && ms.m.Step() {
+		}
+		ms.close(first) // makes room, while the dial is under way
+		if got == nil || got == refusing {
+			t.Errorf("limit %d: the stream was given to %p, the tunnel that had refused it is %p", limit, got, refusing)
+		}
 	}
 }
 
@@ -165,7 +166,7 @@ func TestPoolStalled(t *testing.T) {
 		t.Errorf("%d tunnels, want 2", len(ms.conns))
 	}
 	s.Ref().Post(func() {
-		tn.eng.send = 1 << 20
+		tn.eng.send = 8 << 20
 		tn.kick()
 	})
 	ms.m.Settle()
@@ -349,6 +350,8 @@ func TestDoubleHBONE(t *testing.T) {
 		t.Errorf("inner %+v, outer %+v", st, outer.pool.Stats())
 	}
 	cut := startExchange(open(), nil)
+	held := open() // received in full, and not read
+	held.Ref().Post(func() { _, _ = held.TryWrite([]byte("x")); _ = held.CloseWrite() })
 	outer.m.Settle()
 	for _, c := range outer.conns {
 		_ = c.Reset()

@@ -33,7 +33,20 @@ func (e *Engine) room(s *engineStream) int {
 		// A stream that has not had its share of this batch does not stand behind those that filled it.
 		out = min(smallWrite, outputHard-len(e.out)-headerLen)
 	}
-	return int(max(0, min(int64(out), s.send, e.send, int64(e.frameSize))))
+	return int(max(0, min(int64(out), s.send, e.send, e.share(s), int64(e.frameSize))))
+}
+
+// exhausted reports that little of the connection window is left: less than an eighth.
+func (e *Engine) exhausted() bool { return e.send < e.sendMost/8 }
+
+// share is how much of the connection window is left for the stream. Peers that credit the connection only as applications take
+// the bytes would have one slow reader stop all streams: a stream sends only while its bytes that were not credited are fewer
+// than what is left to the others. Peers credit in steps of up to half a window, be it the stream's or the connection's:
+// below that, and a margin, a stream is never held back, for the credit would not come.
+func (e *Engine) share(s *engineStream) int64 {
+	under := min(e.sendInit-s.send, e.sendMost-e.send)
+	floor := min(e.sendInit, e.sendMost)*5/8 + 1
+	return max(e.send, floor) - under
 }
 
 // Reserve returns a place for up to limit bytes of a DATA frame in the output buffer itself, so that a source can be read
