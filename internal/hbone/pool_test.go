@@ -324,10 +324,12 @@ func TestDoubleHBONE(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	pool, err := NewPool(PoolConfig{Group: g, TLS: clientFrom(p.clientTLS(client1.String())),
+	pool, err := NewPool(PoolConfig{
+		Group: g, TLS: clientFrom(p.clientTLS(client1.String())),
 		Dialer: dialFunc(func(ctx context.Context, _ netip.AddrPort) (loop.Conn, error) {
 			return outer.pool.Open(ctx, outer.target)
-		})})
+		}),
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
