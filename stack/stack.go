@@ -64,6 +64,7 @@ func New(cfg Config) (*Stack, error) {
 		NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol, ipv6.NewProtocol},
 		TransportProtocols: []stack.TransportProtocolFactory{tcp.NewProtocol, udp.NewProtocol}, // tcp.NewProtocol is reno
 		SecureRNG:          cfg.Rand,
+		IPTables:           new(stack.IPTables), // without rules; the default tables, which are not used either, are 9 KiB (measured)
 	}
 	if cfg.Manual {
 		s.clock = newLoopClock(cfg.Group, s.settle)

@@ -24,6 +24,7 @@ const (
 	solICMP6            = 58
 	icmp6FilterOpt      = 1 // ICMPV6_FILTER of linux/icmpv6.h
 	maxICMPPacket       = 2048
+	maxControl          = 128
 	ipv6PktinfoAddrSize = 16
 )
 
@@ -34,9 +35,8 @@ type ICMPRelay struct {
 	u      *Underlay
 	fds    [2]int // IPv4, IPv6; -1: none
 	handle *loop.Ref
+	ref    *loop.Ref // the same, for what begins on the loop
 	inject func(packet []byte) bool
-	buf    [maxICMPPacket]byte
-	oob    [128]byte
 }
 
 // ListenICMP opens raw sockets in the pod's namespace, for IPv6 only where that exists.
@@ -75,6 +75,7 @@ func (u *Underlay) ListenICMP(ipv6 bool) (_ *ICMPRelay, err error) {
 func (r *ICMPRelay) Start(inject func(packet []byte) bool) error {
 	r.inject = inject
 	r.handle = r.u.cfg.Group.Add(func(ref *loop.Ref) loop.Task {
+		r.ref = ref
 		for _, fd := range r.fds {
 			if fd < 0 {
 				continue
@@ -116,14 +117,16 @@ func (r *ICMPRelay) Turn(int) (more bool) {
 
 // read returns one error as an IP packet; nil if it cannot be made one.
 func (r *ICMPRelay) read(fd int, ipv6 bool) ([]byte, error) {
+	scratch := r.ref.Scratch()
+	buf, oob := scratch[:maxICMPPacket], scratch[maxICMPPacket:][:maxControl]
 	if !ipv6 { // raw IPv4 sockets give the IP header along
-		n, _, err := unix.Recvfrom(fd, r.buf[:], 0)
+		n, _, err := unix.Recvfrom(fd, buf, 0)
 		if err != nil || n == 0 {
 			return nil, err
 		}
-		return append([]byte(nil), r.buf[:n]...), nil
+		return append([]byte(nil), buf[:n]...), nil
 	}
-	n, oobn, _, from, err := unix.Recvmsg(fd, r.buf[:], r.oob[:], 0)
+	n, oobn, _, from, err := unix.Recvmsg(fd, buf, oob, 0)
 	if err != nil {
 		return nil, err
 	}
@@ -131,11 +134,11 @@ func (r *ICMPRelay) read(fd int, ipv6 bool) ([]byte, error) {
 	if !ok {
 		return nil, nil
 	}
-	dst, ok := destination(r.oob[:oobn])
+	dst, ok := destination(oob[:oobn])
 	if !ok {
 		return nil, nil
 	}
-	return ipv6Packet(src.Addr, dst.As16(), r.buf[:n]), nil
+	return ipv6Packet(src.Addr, dst.As16(), buf[:n]), nil
 }
 
 // ipv6Packet puts an IPv6 header (RFC 8200, section 3) before an ICMPv6 message.
