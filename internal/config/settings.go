@@ -185,7 +185,7 @@ var settings = []setting{
 	{"HTTP2_STREAM_WINDOW_SIZE", "http2StreamWindowSize", "4MiB", "receive window of a stream", func(c *Config) value { return size(&c.HTTP2StreamWindowBytes, 1, maxWindow) }, 0, ""},
 	{"HTTP2_CONNECTION_WINDOW_SIZE", "http2ConnectionWindowSize", "16MiB", "receive window of a connection", func(c *Config) value { return size(&c.HTTP2ConnectionWindowBytes, minConnectionWindow, maxWindow) }, 0, ""},
 	{"HTTP2_FRAME_SIZE", "http2FrameSize", "1MiB", "largest frame that a peer may send", func(c *Config) value { return size(&c.HTTP2FrameBytes, minFrame, maxFrame) }, 0, ""},
-	{"ZTUN_MAX_CONNECTION_AGE", "maxConnectionAge", "0", "age at which an HBONE connection takes no more streams; 0: when the certificates expire", func(c *Config) value { return (*durationValue)(&c.MaxConnectionAge) }, unused, ""},
+	{"ZTUN_MAX_CONNECTION_AGE", "maxConnectionAge", "0", "age at which an HBONE connection takes no more streams; 0: when the certificates expire", func(c *Config) value { return (*durationValue)(&c.MaxConnectionAge) }, 0, ""},
 	{"LOCALHOST_APP_TUNNEL", "localhostAppTunnel", "true", "application tunnels are on the loopback address of the pod", func(c *Config) value { return boolean(&c.LocalhostAppTunnel) }, unused, ""},
 	{"ENABLE_RESPONSE_BAGGAGE", "enableResponseBaggage", "true", "say in responses who answers", func(c *Config) value { return boolean(&c.EnableResponseBaggage) }, unused, ""},
 	{"UNSTABLE_ENABLE_SOCKS5", "enableSocks5", "false", "SOCKS5 on 127.0.0.1:15080 of each pod", func(c *Config) value { return boolean(&c.EnableSOCKS5) }, unused, ""},

@@ -163,7 +163,7 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, a
 	settings := hbone.Settings{StreamWindow: n.cfg.HTTP2StreamWindowBytes, ConnectionWindow: n.cfg.HTTP2ConnectionWindowBytes, FrameSize: n.cfg.HTTP2FrameBytes}
 	l.pool, err = hbone.NewPool(hbone.PoolConfig{
 		Group: n.group, Dialer: peers{u}, TLS: n.clientTLS(self), Log: l.log, Settings: settings,
-		MaxStreams: int(n.cfg.PoolMaxStreams), IdleRelease: n.cfg.PoolUnusedRelease,
+		MaxAge: n.cfg.MaxConnectionAge, MaxStreams: int(n.cfg.PoolMaxStreams), IdleRelease: n.cfg.PoolUnusedRelease,
 		ConnectTimeout: n.cfg.ConnectTimeout, HandshakeTimeout: n.cfg.HandshakeTimeout, ResponseTimeout: n.cfg.ResponseTimeout,
 	})
 	if err != nil {
@@ -183,7 +183,11 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, a
 	l.proxy = px
 	l.server, err = hbone.NewServer(hbone.ServerConfig{
 		Group: n.group, TLS: n.serverTLS(self), Handler: px, Log: l.log, HandshakeTimeout: n.cfg.HandshakeTimeout, Settings: settings,
+		MaxAge: n.cfg.MaxConnectionAge, Resume: l.listener.Resume,
 	})
+	if err == nil {
+		l.listener.Limit(l.server.Accepting)
+	}
 	return px, err
 }
 

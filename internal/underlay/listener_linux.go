@@ -20,7 +20,8 @@ type Listener struct {
 	fd     int
 	addr   netip.AddrPort
 	accept func(loop.Conn)
-	handle *loop.Ref // nil until Start
+	may    func() bool // nil: always
+	handle *loop.Ref   // nil until Start
 
 	// Of the loop.
 	ref    *loop.Ref
@@ -95,6 +96,17 @@ func (l *Listener) Start(accept func(loop.Conn)) error {
 	return nil
 }
 
+// Limit makes the listener accept only while may returns true; Resume is called when that has become so again. Meanwhile
+// connections wait in the backlog. It is called before Start.
+func (l *Listener) Limit(may func() bool) { l.may = may }
+
+// Resume makes the listener look again; from any goroutine.
+func (l *Listener) Resume() {
+	if l.handle != nil {
+		l.handle.Wake()
+	}
+}
+
 // acceptsPerTurn bounds a turn: other tasks of the loop wait for it.
 const acceptsPerTurn = 64
 
@@ -104,6 +116,9 @@ func (l *Listener) Turn(int) bool {
 		return false
 	}
 	for range acceptsPerTurn {
+		if l.may != nil && !l.may() {
+			return false
+		}
 		fd, _, err := unix.Accept4(l.fd, unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC)
 		switch err {
 		case nil:

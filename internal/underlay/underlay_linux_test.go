@@ -12,6 +12,7 @@ import (
 	"os"
 	"runtime"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -203,6 +204,42 @@ func TestNetnsDialErrors(t *testing.T) {
 	if err != nil && !errors.Is(err, context.Canceled) {
 		t.Errorf("cancelled: %v", err)
 	}
+}
+
+func TestNetnsListenerWaitsWhileItMayNotAccept(t *testing.T) {
+	u := newUnderlay(t)
+	a := netip.MustParseAddrPort("127.0.0.1:7001")
+	l, err := u.Listen(a)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var may atomic.Bool
+	asked := make(chan struct{}, 64)
+	l.Limit(func() bool { asked <- struct{}{}; return may.Load() })
+	conns := make(chan loop.Conn, 1)
+	if err := l.Start(func(c loop.Conn) { conns <- c }); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := l.Close(context.Background()); err != nil {
+			t.Error(err)
+		}
+	}()
+	<-asked // its first turn
+	c, err := u.Dial(t.Context(), a)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	<-asked // for the connection
+	select {
+	case <-conns:
+		t.Error("accepted although it may not")
+	default:
+	}
+	may.Store(true)
+	l.Resume()
+	(<-conns).Close()
 }
 
 func TestNetnsListenerNamesAPortThatIsTaken(t *testing.T) {
