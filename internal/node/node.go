@@ -193,11 +193,12 @@ func (n *Node) loadCA() (identity.CA, error) {
 	case !n.cfg.FakeCA:
 		return nil, errors.New("no certificate authority: set FAKE_CA=true (fakeCa in the file) for the built-in one")
 	case n.cfg.FakeCARoot != "":
-		n.log.Warn("certificates come from a key in a file: for trials only", "root", n.cfg.FakeCARoot)
 		c, err := ca.Load(n.cfg.FakeCARoot, time.Now)
 		if err != nil {
-			return nil, fmt.Errorf("%w; ZTUN_FAKE_CA_ROOT (fakeCaRoot in the file) has to name a PEM file with a valid root certificate and its ECDSA key", err)
+			return nil, fmt.Errorf("%w; ZTUN_FAKE_CA_ROOT (fakeCaRoot in the file) has to name a PEM file with a valid root certificate and its ECDSA key; "+
+				"the README says how to make one (Run it)", err)
 		}
+		n.log.Warn("certificates come from a key in a file: for trials only", "root", n.cfg.FakeCARoot)
 		return c, nil
 	}
 	n.log.Warn("certificates come from a root of this process alone: no other node trusts it; share one by ZTUN_FAKE_CA_ROOT")
@@ -221,6 +222,9 @@ func (n *Node) newPodSpec(p *config.Pod) (podSpec, error) {
 	s := podSpec{
 		client: workload.Client{UID: p.UID, Name: p.Name, Namespace: p.Namespace, ServiceAccount: p.ServiceAccount, Node: n.cfg.NodeName},
 		uid:    p.UID, netns: netns,
+	}
+	if n.store.Snapshot().Local(&s.client) == nil {
+		n.log.Warn("the state has no workload of a pod: its connections are refused until it has", "pod", s.String(), "serviceAccount", p.ServiceAccount)
 	}
 	if s.uid == "" {
 		s.uid = p.Namespace + "." + p.Name
@@ -374,6 +378,9 @@ func (n *Node) newDNS(u *underlay.Underlay) (*dnsproxy.Server, error) {
 func openStateDir(socket string) (string, error) {
 	dir := filepath.Join(filepath.Dir(socket), "ztun-state")
 	if err := os.MkdirAll(dir, 0o700); err != nil {
+		if os.Geteuid() != 0 {
+			return "", fmt.Errorf("state directory: %w; run as root: network namespaces need it, too", err)
+		}
 		return "", fmt.Errorf("state directory: %w; set ZTUN_HANDOVER_SOCKET (handoverSocket in the file) to a path in a writable directory", err)
 	}
 	return dir, nil
