@@ -60,7 +60,7 @@ func (s *setup) checks(family int) []check {
 		{name + " DNS over UDP is captured", lookup{dst: outside, proto: udp, dport: 53}, captured},
 	}
 	for _, i := range s.ifaces {
-		if !i.has(family) {
+		if !i.has(family) { // the kernel would take nothing in there
 			continue
 		}
 		for _, a := range s.addrs {

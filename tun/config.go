@@ -51,7 +51,7 @@ type Config struct {
 	// Log receives what an operator may have to know; nil means nothing is logged.
 	Log *slog.Logger
 
-	// NoIPv6 leaves IPv6 alone even where the netns has an address.
+	// NoIPv6 leaves IPv6 alone, which then is neither captured nor refused, even where the netns has an address.
 	NoIPv6 bool
 
 	tunPath string // "" means /dev/net/tun

@@ -9,6 +9,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// minMTU is that of IPv6 (RFC 8200, section 5).
+const minMTU = 1280
+
 // complete fills in defaults and checks all that can be checked without the kernel's help.
 func (c *Config) complete() error {
 	if c.Netns == nil {
@@ -23,8 +26,8 @@ func (c *Config) complete() error {
 	if len(c.Name) >= unix.IFNAMSIZ || strings.ContainsAny(c.Name, "/ %:\n") || c.Name == "." || c.Name == ".." {
 		return fmt.Errorf("tun: config: Name %q is not the name of an interface", c.Name)
 	}
-	if c.MTU != 0 && (c.MTU < 1280 || c.MTU > MaxPacket) { // RFC 8200, section 5
-		return fmt.Errorf("tun: config: MTU %d is not between 1280 and %d", c.MTU, MaxPacket)
+	if c.MTU != 0 && (c.MTU < minMTU || c.MTU > MaxPacket) {
+		return fmt.Errorf("tun: config: MTU %d is not between %d and %d", c.MTU, minMTU, MaxPacket)
 	}
 	m := &c.Marks
 	if m.OwnMask == 0 {

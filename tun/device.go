@@ -32,7 +32,8 @@ type Device interface {
 	Write(bufs [][]byte, offset int) (n int, err error)
 
 	// FD returns the descriptor that is readable when a packet waits, or -1 for a device in memory. It stays the
-	// device's own and is valid until Close. Packets may be read and written on it directly, one for each readv or
+	// device's own and is valid until Close, and with a [Kernel] until Unenrol, which closes too: who polls it has to have
+	// stopped before either. Packets may be read and written on it directly, one for each readv or
 	// writev, the VnetHdr first.
 	FD() int
 

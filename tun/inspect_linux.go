@@ -62,10 +62,6 @@ func (s *setup) findInterfaces() error {
 		s.ifaces = append(s.ifaces, Interface{Name: a.Name, Index: a.Index, MTU: a.MTU})
 		s.mtu = max(s.mtu, a.MTU)
 	}
-	if s.cfg.MTU != 0 {
-		s.mtu = s.cfg.MTU
-	}
-	s.mtu = min(s.mtu, MaxPacket)
 	switch {
 	case len(s.ifaces) > 0:
 		return nil
@@ -77,15 +73,19 @@ func (s *setup) findInterfaces() error {
 	return errors.New("no interface to capture is up; is the pod's network ready?")
 }
 
-// findAddresses finds the pod's addresses, those of the interface with the default route first, and with them the
-// families to capture. Addresses of interfaces that are not captured count too: the kernel answers to each of its addresses
-// on every interface.
+// findAddresses finds the families to capture and the pod's addresses of these.
+//
+// A family is captured whether or not the pod has an address of it yet: one that comes later, by SLAAC or after duplicate
+// detection, would not be captured at all. Only where IPv6 is off there is nothing to come.
 func (s *setup) findAddresses() error {
+	s.families = []int{unix.AF_INET}
+	if !s.cfg.NoIPv6 && s.ipv6On() {
+		s.families = append(s.families, unix.AF_INET6)
+	}
+	s.mtu = deviceMTU(&s.cfg, s.mtu, s.has(unix.AF_INET6))
 	s.src = make(map[int]netip.Addr)
-	for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
-		if family == unix.AF_INET6 && s.cfg.NoIPv6 {
-			continue
-		}
+	captured := false
+	for _, family := range s.families {
 		if err := s.findDefaultRoute(family); err != nil {
 			return err
 		}
@@ -93,47 +93,40 @@ func (s *setup) findAddresses() error {
 		if err != nil {
 			return fmt.Errorf("addresses: %w", err)
 		}
-		captured := false
-		rank := func(a netlink.Addr) int {
-			i := slices.IndexFunc(s.ifaces, func(i Interface) bool { return i.Index == a.LinkIndex })
-			if i < 0 {
-				return len(s.ifaces)
-			}
-			return i
-		}
-		slices.SortStableFunc(list, func(a, b netlink.Addr) int { return rank(a) - rank(b) })
 		for _, entry := range list {
-			a, ok := netip.AddrFromSlice(entry.IP)
-			if a = a.Unmap(); !ok || s.link != nil && entry.LinkIndex == s.link.Attrs().Index {
+			at := slices.IndexFunc(s.ifaces, func(i Interface) bool { return i.Index == entry.LinkIndex })
+			switch {
+			case at < 0:
 				continue
+			case family == unix.AF_INET:
+				s.ifaces[at].v4 = true
+			default:
+				s.ifaces[at].v6 = true
 			}
-			at := rank(entry)
-			if at < len(s.ifaces) {
-				if family == unix.AF_INET {
-					s.ifaces[at].v4 = true
-				} else {
-					s.ifaces[at].v6 = true
-				}
-			}
-			if a.IsLoopback() || a.IsLinkLocalUnicast() {
-				continue
-			}
-			captured = captured || at < len(s.ifaces)
-			s.addrs = append(s.addrs, a)
+			a, ok := podAddr(&entry)
+			captured = captured || ok
 			usable := entry.Flags&(unix.IFA_F_TENTATIVE|unix.IFA_F_DEPRECATED|unix.IFA_F_DADFAILED) == 0
-			if !s.src[family].IsValid() && at < len(s.ifaces) && usable {
+			if ok && usable && !s.src[family].IsValid() {
 				s.src[family] = a
 			}
 		}
-		if captured {
-			s.families = append(s.families, family)
-		}
 	}
-	s.addrs = slices.DeleteFunc(s.addrs, func(a netip.Addr) bool { return !s.has(familyOf(a)) })
-	if len(s.families) == 0 {
+	if !captured {
 		return errors.New("no interface to capture has an address; is the pod's network ready?")
 	}
-	return nil
+	var err error
+	s.addrs, err = podAddrs(s.h, s.families, s.ifaces)
+	return err
+}
+
+// ipv6On reports whether the pod may have IPv6, now or later: that the kernel has it and that it is not disabled on all
+// captured interfaces and on those to come.
+func (s *setup) ipv6On() bool {
+	on := func(name string) bool {
+		off, err := s.proc.read("net/ipv6/conf/" + name + "/disable_ipv6")
+		return err == nil && off == "0"
+	}
+	return on("default") || slices.ContainsFunc(s.ifaces, func(i Interface) bool { return on(i.Name) })
 }
 
 // findDefaultRoute puts the captured interface that has the default route first.
@@ -149,9 +142,6 @@ func (s *setup) findDefaultRoute(family int) error {
 		at := slices.IndexFunc(s.ifaces, func(i Interface) bool { return i.Index == r.LinkIndex })
 		if at < 0 {
 			continue
-		}
-		if family == unix.AF_INET6 && r.Protocol == unix.RTPROT_RA {
-			s.ifaces[at].advertised = true
 		}
 		if !s.ordered { // by IPv4's default route where there is one
 			s.ifaces[0], s.ifaces[at] = s.ifaces[at], s.ifaces[0]

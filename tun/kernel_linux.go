@@ -17,8 +17,8 @@ type Kernel struct {
 	cfg      Config // Netns is a descriptor of the Kernel's own
 	index    int    // of the device
 	ifaces   []Interface
-	addrs    []netip.Addr
 	families []int
+	addrs    *addrWatch
 	state    *state
 	markedBy string
 	adopted  bool
@@ -37,8 +37,7 @@ type Interface struct {
 	Index int
 	MTU   int // bytes
 
-	v4, v6     bool // has an address
-	advertised bool // has a default route from a router advertisement
+	v4, v6 bool // has an address
 }
 
 func (i Interface) has(family int) bool {
@@ -74,12 +73,12 @@ func Open(ctx context.Context, cfg Config) (*Kernel, error) {
 		return nil, errors.Join(err, own.Close())
 	}
 	return &Kernel{
-		cfg: cfg, index: s.link.Attrs().Index, ifaces: s.ifaces, addrs: s.addrs, families: s.families,
+		cfg: cfg, index: s.link.Attrs().Index, ifaces: s.ifaces, families: s.families, addrs: s.watch,
 		state: s.state, markedBy: s.markedBy, adopted: s.adopted || s.leftovers, fd: s.fd,
 	}, nil
 }
 
-// FD implements [Device]; it is -1 after Close.
+// FD implements [Device]; it is -1 after Close and after Unenrol.
 func (k *Kernel) FD() int {
 	k.mu.RLock()
 	defer k.mu.RUnlock()
@@ -92,17 +91,25 @@ func (k *Kernel) Notify(func()) {}
 // BatchSize implements [Device].
 func (k *Kernel) BatchSize() int { return 64 }
 
-// Addrs returns the addresses of the pod whose inbound TCP is captured, those of the interface with the default route
-// first.
-func (k *Kernel) Addrs() []netip.Addr { return slices.Clone(k.addrs) }
+// Addrs returns the addresses that the pod has now, without those of loopback and of a link only, the ones of the interface
+// with the default route first. After Close they are those of before.
+func (k *Kernel) Addrs() []netip.Addr { return k.addrs.list() }
+
+// Local reports whether TCP to a is for the pod itself: whether the kernel would deliver it now, as its routing table local
+// says. What is captured is not always from or to the pod: inbound TCP is captured whatever its destination, so that a flow
+// is the pod's own only if its source is local, and is for the pod only if its destination is. One with neither would be
+// forwarded by the pod, and must not be given the pod's identity.
+//
+// It costs one system call where no address has changed. After Close the answer is that of before.
+func (k *Kernel) Local(a netip.Addr) bool { return k.addrs.local(a) }
 
 // Interfaces returns the captured interfaces, the one with the default route first.
 func (k *Kernel) Interfaces() []Interface { return slices.Clone(k.ifaces) }
 
-// HasIPv4 reports whether IPv4 is captured: whether the pod has an address.
+// HasIPv4 reports whether IPv4 is captured, with or without an address of the pod.
 func (k *Kernel) HasIPv4() bool { return slices.Contains(k.families, unix.AF_INET) }
 
-// HasIPv6 reports whether IPv6 is captured.
+// HasIPv6 reports whether IPv6 is captured: whether it is on in the netns, with or without an address.
 func (k *Kernel) HasIPv6() bool { return slices.Contains(k.families, unix.AF_INET6) }
 
 // MarkedBy returns MarkedByBPF or MarkedByNFT.
@@ -124,7 +131,7 @@ func (k *Kernel) Close() error {
 	if k.fd < 0 {
 		return nil
 	}
-	err := errors.Join(unix.Close(k.fd), k.cfg.Netns.Close())
+	err := errors.Join(unix.Close(k.fd), k.addrs.close(), k.cfg.Netns.Close())
 	k.fd = -1
 	if err != nil {
 		return fmt.Errorf("tun: device %s: close: %w", k.cfg.Name, err)

@@ -16,9 +16,10 @@ import (
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
-	markProgZtunMark = "ztun_mark"
-	markVarOwnMark   = "own_mark"
-	markVarOwnMask   = "own_mask"
+	markProgZtunMark   = "ztun_mark"
+	markVarDeliverMark = "deliver_mark"
+	markVarOwnMark     = "own_mark"
+	markVarOwnMask     = "own_mask"
 )
 
 // loadMark returns the embedded CollectionSpec for mark.
@@ -76,8 +77,9 @@ type markMapSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type markVariableSpecs struct {
-	OwnMark *ebpf.VariableSpec `ebpf:"own_mark"`
-	OwnMask *ebpf.VariableSpec `ebpf:"own_mask"`
+	DeliverMark *ebpf.VariableSpec `ebpf:"deliver_mark"`
+	OwnMark     *ebpf.VariableSpec `ebpf:"own_mark"`
+	OwnMask     *ebpf.VariableSpec `ebpf:"own_mask"`
 }
 
 // markObjects contains all objects after they have been loaded into the kernel.
@@ -110,8 +112,9 @@ func (m *markMaps) Close() error {
 //
 // It can be passed to loadMarkObjects or ebpf.CollectionSpec.LoadAndAssign.
 type markVariables struct {
-	OwnMark *ebpf.Variable `ebpf:"own_mark"`
-	OwnMask *ebpf.Variable `ebpf:"own_mask"`
+	DeliverMark *ebpf.Variable `ebpf:"deliver_mark"`
+	OwnMark     *ebpf.Variable `ebpf:"own_mark"`
+	OwnMask     *ebpf.Variable `ebpf:"own_mask"`
 }
 
 // markPrograms contains all programs after they have been loaded into the kernel.

@@ -71,7 +71,7 @@ func loadMarkProgram(m Marks) (*ebpf.Program, error) {
 	if err := spec.Assign(&variables); err != nil {
 		return nil, fmt.Errorf("program %s: %w", filterName, err)
 	}
-	if err := errors.Join(variables.OwnMark.Set(m.Own), variables.OwnMask.Set(m.OwnMask)); err != nil {
+	if err := errors.Join(variables.OwnMark.Set(m.Own), variables.OwnMask.Set(m.OwnMask), variables.DeliverMark.Set(m.Deliver)); err != nil {
 		return nil, fmt.Errorf("program %s: %w", filterName, err)
 	}
 	var programs markPrograms

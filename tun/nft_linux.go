@@ -13,7 +13,8 @@ import (
 // nftTable is the name of the table, of family inet.
 const nftTable = "ztun"
 
-// setNFTMark does what the BPF program does with nftables, for sockets that carry ztun's mark:
+// setNFTMark does what the BPF program does with nftables, for sockets that carry ztun's own mark and so not for delivered
+// connections, which carry another:
 //
 //	table inet ztun { chain pre { type filter hook prerouting priority mangle; policy accept;
 //		iifname "eth0" meta l4proto tcp socket mark and 0xfff == 0x539 meta mark set 0x539

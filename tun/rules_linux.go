@@ -29,10 +29,12 @@ const (
 	prefToProbe       = 1001 // exempt: to and from the address of kubelet's probes
 	prefFromProbe     = 1002
 	prefExemptLast    = 1010 // the exemptions' last
-	prefInbound       = 1020 // captured: TCP that came from outside, to the pod
+	prefInbound       = 1020 // captured: TCP that came from outside
+	prefInboundRest   = 1021 // refused: what table 1337 has no route for, see setup.rules
 	prefMarked        = 1030 // captured by mark, beside istio-cni's rules
 	prefLocal         = 1100 // copy of local: what stays in the pod
 	prefOutboundTCP   = 1110 // captured: TCP of the pod's programs
+	prefOutboundRest  = 1111 // refused: what table 1337 has no route for
 	prefOutboundDNS   = 1120 // captured: DNS of the pod's programs
 	prefLocalExempted = 1900 // second copy of local: the exempt go on here
 )
@@ -46,7 +48,7 @@ var (
 // isOurPref reports whether a preference is one of ztun's.
 func isOurPref(pref int) bool {
 	switch pref {
-	case prefDelivery, prefInbound, prefMarked, prefLocal, prefOutboundTCP, prefOutboundDNS, prefLocalExempted:
+	case prefDelivery, prefInbound, prefInboundRest, prefMarked, prefLocal, prefOutboundTCP, prefOutboundRest, prefOutboundDNS, prefLocalExempted:
 		return true
 	}
 	return pref >= prefOwn && pref <= prefExemptLast
@@ -56,10 +58,14 @@ func isOurPref(pref int) bool {
 // not be, not even for a moment. A goto to a rule that does not exist is passed over, which is why that comes first.
 var addOrder = []int{
 	prefLocalExempted, prefLocal, prefDelivery, prefOwn, prefToProbe, prefFromProbe,
-	prefInbound, prefOutboundTCP, prefOutboundDNS,
+	prefInbound, prefInboundRest, prefOutboundTCP, prefOutboundRest, prefOutboundDNS,
 }
 
 // rules returns the rules of one family in the order of addOrder.
+//
+// Where IPv6 asks for a certain interface, as it does for a destination of the link only and for a socket that is bound to
+// an interface, no route of table 1337 suits, not even the unreachable one, and the next rule would count: the packet would
+// pass. That is what the rules without a table refuse.
 func (s *setup) rules(family int) []*netlink.Rule {
 	rule := func(pref int) *netlink.Rule {
 		r := netlink.NewRule()
@@ -69,6 +75,11 @@ func (s *setup) rules(family int) []*netlink.Rule {
 	table := func(pref, table int) *netlink.Rule {
 		r := rule(pref)
 		r.Table = table
+		return r
+	}
+	refuse := func(pref int, iif string) *netlink.Rule {
+		r := rule(pref)
+		r.Type, r.IifName, r.IPProto = unix.RTN_UNREACHABLE, iif, unix.IPPROTO_TCP
 		return r
 	}
 	exempt := func(pref int) *netlink.Rule {
@@ -94,18 +105,24 @@ func (s *setup) rules(family int) []*netlink.Rule {
 		delivery, own, toProbe, fromProbe,
 	}
 	for _, i := range s.ifaces {
-		for _, a := range s.addrs {
-			if familyOf(a) == family {
-				r := table(prefInbound, tableCapture)
-				r.IifName, r.IPProto, r.Dst = i.Name, unix.IPPROTO_TCP, hostNet(a)
-				list = append(list, r)
-			}
+		// To whatever address: those of the pod come and go, and one that a list does not have yet would be let in.
+		r := table(prefInbound, tableCapture)
+		r.IifName, r.IPProto = i.Name, unix.IPPROTO_TCP
+		list = append(list, r)
+	}
+	if !s.cfg.FailOpenRoute {
+		for _, i := range s.ifaces {
+			list = append(list, refuse(prefInboundRest, i.Name))
 		}
 	}
 	tcp, dns := table(prefOutboundTCP, tableCapture), table(prefOutboundDNS, tableCapture)
 	tcp.IifName, tcp.IPProto = "lo", unix.IPPROTO_TCP // lo: sent by a program of the pod
 	dns.IifName, dns.IPProto, dns.Dport = "lo", unix.IPPROTO_UDP, netlink.NewRulePortRange(53, 53)
-	return append(list, tcp, dns)
+	list = append(list, tcp)
+	if !s.cfg.FailOpenRoute {
+		list = append(list, refuse(prefOutboundRest, "lo"))
+	}
+	return append(list, dns)
 }
 
 // setRules adds the rules and moves the rule for table local behind them, for one family.
@@ -138,6 +155,9 @@ func (s *setup) setRules(family int) error {
 		}
 		if err := s.deleteRule(&r); err != nil {
 			return err
+		}
+		if isRefusal(&r) {
+			r.Type = unix.RTN_UNREACHABLE
 		}
 		s.undo.add(func() error { return s.h.RuleAdd(&r) })
 	}
@@ -172,7 +192,7 @@ func (s *setup) removeRules(family int) error {
 		switch {
 		case r.Protocol == protocol:
 			ours = append(ours, r)
-		case r.Table == unix.RT_TABLE_LOCAL:
+		case isLocal(&r):
 			foreignLocal = true
 		}
 	}
@@ -221,12 +241,20 @@ func kernelLocal(family int) *netlink.Rule {
 	return r
 }
 
-// isKernelLocal reports whether r sends all packets to table local before any other rule.
-func isKernelLocal(r *netlink.Rule) bool {
+// isLocal reports whether r sends all packets to table local: one with a selector leaves some out.
+func isLocal(r *netlink.Rule) bool {
 	plain := kernelLocal(r.Family)
-	plain.Protocol = r.Protocol
+	plain.Priority, plain.Protocol = r.Priority, r.Protocol
 	return ruleKey(r) == ruleKey(plain)
 }
+
+// isRefusal reports whether r is a rule of ztun's without a table. A list of rules does not have the type.
+func isRefusal(r *netlink.Rule) bool {
+	return r.Protocol == protocol && r.Table == unix.RT_TABLE_UNSPEC && r.Goto <= 0
+}
+
+// isKernelLocal reports whether r does so before any other rule.
+func isKernelLocal(r *netlink.Rule) bool { return r.Priority == prefLocalKernel && isLocal(r) }
 
 // ruleKey writes a rule as ip-rule(8) does. Two rules with the same key are the same rule.
 func ruleKey(r *netlink.Rule) string {
@@ -272,9 +300,12 @@ func ruleKey(r *netlink.Rule) string {
 	if r.Dport != nil {
 		fmt.Fprintf(&b, " dport %d-%d", r.Dport.Start, r.Dport.End)
 	}
-	if r.Goto > 0 {
+	switch {
+	case r.Goto > 0:
 		fmt.Fprintf(&b, " goto %d", r.Goto)
-	} else {
+	case isRefusal(r):
+		b.WriteString(" unreachable")
+	default:
 		fmt.Fprintf(&b, " lookup %d", r.Table)
 	}
 	if r.SuppressPrefixlen >= 0 {

@@ -27,9 +27,9 @@ type setup struct {
 	ifaces       []Interface  // captured
 	ordered      bool         // the one with the default route is first
 	addrs        []netip.Addr // of the pod
-	families     []int        // AF_INET, AF_INET6: those that the pod has an address of
+	families     []int        // AF_INET, AF_INET6: those that are captured
 	src          map[int]netip.Addr
-	mtu          int
+	mtu          int  // the largest of ifaces, then that of the device
 	leftovers    bool // an earlier start has set up something
 	clsactBefore []string
 
@@ -39,6 +39,7 @@ type setup struct {
 	state    *state
 	before   []sysctl
 	markedBy string
+	watch    *addrWatch
 }
 
 func (s *setup) has(family int) bool { return slices.Contains(s.families, family) }
@@ -70,7 +71,8 @@ func (s *setup) run(ctx context.Context) (err error) {
 	}()
 	steps := []func() error{s.inspect, s.openDevice, s.keepState, s.configureDevice, s.setSysctls, s.setMark}
 	steps = append(steps, s.eachFamily(s.setRoutes), s.eachFamily(s.setRules))
-	for _, step := range append(steps, func() error { return s.selfCheck(ctx) }) {
+	steps = append(steps, func() error { return s.selfCheck(ctx) }, s.watchAddresses)
+	for _, step := range steps {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
@@ -82,7 +84,7 @@ func (s *setup) run(ctx context.Context) (err error) {
 		return err
 	}
 	if !s.has(unix.AF_INET6) {
-		s.log.Info("IPv6 is not captured: the pod has no IPv6 address")
+		s.log.Info("IPv6 is not captured: it is off in the netns, or in the configuration")
 	}
 	return nil
 }

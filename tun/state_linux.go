@@ -23,7 +23,7 @@ func statePath(cfg *Config) string {
 		return ""
 	}
 	dev, ino := cfg.Netns.ID()
-	return filepath.Join(cfg.StateDir, fmt.Sprintf("netns-%d-%d.json", dev, ino))
+	return filepath.Join(cfg.StateDir, fmt.Sprintf(statePattern, dev, ino))
 }
 
 // loadState returns nil where no state is kept.
@@ -97,18 +97,14 @@ func removeState(path string) error {
 }
 
 // keepState notes the values before the first change, and writes them down. What an earlier start noted wins, provided
-// that what it set up is still there: an inode number that is used again brings the file of another netns.
+// that what it set up is still there: an inode number that is used again brings the file of another netns. Where an earlier
+// start has set up something and its file is lost, nothing is noted: the values are ztun's own by now.
 func (s *setup) keepState() error {
 	path := statePath(&s.cfg)
 	earlier, err := loadState(path)
 	if err != nil {
 		return err
 	}
-	fresh := earlier == nil || !s.leftovers
-	if fresh {
-		earlier = &state{Clsact: s.clsactBefore}
-	}
-	earlier.UID = s.cfg.UID
 	shared, _ := s.sysctls()
 	for _, c := range shared {
 		now, err := s.proc.read(c.Name)
@@ -116,8 +112,19 @@ func (s *setup) keepState() error {
 			return err
 		}
 		s.before = append(s.before, sysctl{c.Name, now})
+	}
+	if earlier == nil && s.leftovers {
+		s.log.Warn("the values that sysctls had before the earlier start are not known; an end of the capture will leave them as they are", "file", path)
+		return nil
+	}
+	fresh := !s.leftovers
+	if fresh {
+		earlier = &state{Clsact: s.clsactBefore}
+	}
+	earlier.UID = s.cfg.UID
+	for _, c := range s.before {
 		if !slices.ContainsFunc(earlier.Sysctls, func(e sysctl) bool { return e.Name == c.Name }) {
-			earlier.Sysctls = append(earlier.Sysctls, sysctl{c.Name, now})
+			earlier.Sysctls = append(earlier.Sysctls, c)
 		}
 	}
 	if err := earlier.save(path); err != nil {

@@ -69,6 +69,12 @@ func (k *Kernel) Addrs() []netip.Addr { return nil }
 // Interfaces returns nil.
 func (k *Kernel) Interfaces() []Interface { return nil }
 
+// Local returns false.
+func (k *Kernel) Local(netip.Addr) bool { return false }
+
+// SyncMTU returns an error.
+func (k *Kernel) SyncMTU() (mtu int, err error) { return 0, errLinux }
+
 // HasIPv4 returns false.
 func (k *Kernel) HasIPv4() bool { return false }
 
@@ -86,6 +92,15 @@ func (k *Kernel) Drops() Drops { return Drops{} }
 
 // Unenrol returns an error.
 func (k *Kernel) Unenrol(context.Context) error { return errLinux }
+
+// A Leftover is a netns of which something is kept.
+type Leftover struct {
+	Dev, Ino  uint64
+	UID, Path string
+}
+
+// Leftovers returns an error.
+func Leftovers(string) ([]Leftover, error) { return nil, errLinux }
 
 // Redirected returns an error.
 func Redirected(*Netns) (string, error) { return "", errLinux }

@@ -121,13 +121,17 @@ func (s *setup) sysctls() (shared, own []sysctl) {
 		sysctl{"net/ipv4/tcp_fwmark_accept", "1"}, // the application's socket takes over the mark of the SYN
 		sysctl{"net/ipv4/fwmark_reflect", "1"})    // and the kernel's RST that of what it answers
 	if s.has(unix.AF_INET6) {
-		shared = append(shared, sysctl{"net/ipv6/fwmark_reflect", "1"})
+		shared = append(shared,
+			sysctl{v6 + "lo/disable_ipv6", "0"}, // the routes of table 1338 go there
+			sysctl{"net/ipv6/fwmark_reflect", "1"})
 		own = append(own,
 			sysctl{v6 + dev + "/disable_ipv6", "0"}, // conf/default may say otherwise
 			sysctl{v6 + dev + "/ignore_routes_with_linkdown", "1"})
 		if s.proc.exists(v6+"lo/force_forwarding") && !s.cfg.noForceForwarding { // Linux 6.17
 			for _, i := range s.ifaces {
-				shared = append(shared, sysctl{v6 + i.Name + "/force_forwarding", "1"})
+				if s.proc.exists(v6 + i.Name) { // not where the MTU is too small
+					shared = append(shared, sysctl{v6 + i.Name + "/force_forwarding", "1"})
+				}
 			}
 			own = append(own, sysctl{v6 + dev + "/force_forwarding", "1"})
 		} else {
@@ -138,16 +142,20 @@ func (s *setup) sysctls() (shared, own []sysctl) {
 }
 
 // forwardAllIPv6 turns on forwarding for all interfaces, which the kernel copies to each of them. As a router the pod would
-// ignore router advertisements and drop the default route it has from one, unless accept_ra says 2 before.
+// ignore router advertisements, those to come too, and drop the default route it has from one, unless accept_ra says 2
+// before.
 func (s *setup) forwardAllIPv6() (list []sysctl) {
 	const v6 = "net/ipv6/conf/"
 	for _, i := range s.ifaces {
-		if i.advertised {
+		if ra, err := s.proc.read(v6 + i.Name + "/accept_ra"); err == nil && ra == "1" {
 			list = append(list, sysctl{v6 + i.Name + "/accept_ra", "2"})
 		}
 	}
 	list = append(list, sysctl{v6 + "default/forwarding", "1"})
 	for _, name := range s.linkNames {
+		if !s.proc.exists(v6 + name) {
+			continue
+		}
 		list = append(list, sysctl{v6 + name + "/forwarding", "1"})
 	}
 	// Last to be set and so first to be restored: the values of the interfaces are then restored over the copies.

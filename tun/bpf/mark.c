@@ -6,6 +6,10 @@
 // capture. A listening socket counts only when it carries the mark itself: the SYN to an application's listener is what
 // has to be captured. A handshake under way is found as its listener, a TIME_WAIT socket is not found at all.
 //
+// A socket with the mark of delivered connections does not count: it is the application's end of a connection that ztun
+// made in the client's name from a port of its own choice. Its packets come by loopback. What comes on an interface for it
+// is of another connection, for which the client has chosen the same port.
+//
 // Every outcome returns TC_ACT_UNSPEC, so that filters of others behind this one still run.
 
 #include <stdbool.h>
@@ -23,6 +27,7 @@
 
 volatile const __u32 own_mark = 0x539; // replaced when the program is loaded
 volatile const __u32 own_mask = 0xfff;
+volatile const __u32 deliver_mark = 0x111;
 
 // Offsets are relative to the network header, which is right with and without a link-layer header.
 static __always_inline bool load(struct __sk_buff *skb, __u32 off, void *to, __u32 len)
@@ -35,7 +40,7 @@ int ztun_mark(struct __sk_buff *skb)
 {
 	struct bpf_sock_tuple tuple = {};
 	struct bpf_sock *sk;
-	__u32 size;
+	__u32 size, mark;
 
 	if (skb->protocol == bpf_htons(ETH_P_IP)) {
 		struct iphdr ip;
@@ -67,7 +72,8 @@ int ztun_mark(struct __sk_buff *skb)
 	sk = bpf_sk_lookup_tcp(skb, &tuple, size, BPF_F_CURRENT_NETNS, 0);
 	if (!sk)
 		return TC_ACT_UNSPEC;
-	if (sk->state != BPF_TCP_LISTEN || (sk->mark & own_mask) == own_mark)
+	mark = sk->mark & own_mask;
+	if (mark == own_mark || (sk->state != BPF_TCP_LISTEN && mark != deliver_mark))
 		skb->mark = own_mark;
 	bpf_sk_release(sk);
 	return TC_ACT_UNSPEC;

@@ -1,0 +1,167 @@
+package tun
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// podAddr returns the address of entry unless it is one of loopback or of a link only.
+func podAddr(entry *netlink.Addr) (a netip.Addr, ok bool) {
+	a, ok = netip.AddrFromSlice(entry.IP)
+	a = a.Unmap()
+	return a, ok && !a.IsLoopback() && !a.IsLinkLocalUnicast()
+}
+
+// podAddrs lists the addresses of the pod, IPv4 before IPv6 and those of ifaces first, in the order of ifaces. Addresses
+// of interfaces that are not captured count too: the kernel answers to each of its addresses on every interface.
+func podAddrs(h *netlink.Handle, families []int, ifaces []Interface) (addrs []netip.Addr, err error) {
+	for _, family := range families {
+		list, err := h.AddrList(nil, family)
+		if err != nil {
+			return nil, fmt.Errorf("addresses: %w", err)
+		}
+		rank := func(a netlink.Addr) int {
+			i := slices.IndexFunc(ifaces, func(i Interface) bool { return i.Index == a.LinkIndex })
+			if i < 0 {
+				return len(ifaces)
+			}
+			return i
+		}
+		slices.SortStableFunc(list, func(a, b netlink.Addr) int { return rank(a) - rank(b) })
+		for _, entry := range list {
+			if a, ok := podAddr(&entry); ok {
+				addrs = append(addrs, a)
+			}
+		}
+	}
+	return addrs, nil
+}
+
+// localPrefixes lists what the kernel delivers to the netns itself.
+func localPrefixes(h *netlink.Handle, families []int) (list []netip.Prefix, err error) {
+	want := &netlink.Route{Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL}
+	for _, family := range families {
+		routes, err := h.RouteListFiltered(family, want, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
+		if err != nil {
+			return nil, fmt.Errorf("routes of table local: %w", err)
+		}
+		for _, r := range routes {
+			if r.Dst == nil {
+				continue
+			}
+			if a, ok := netip.AddrFromSlice(r.Dst.IP); ok {
+				ones, _ := maskSize(r.Dst)
+				list = append(list, netip.PrefixFrom(a.Unmap(), ones))
+			}
+		}
+	}
+	return list, nil
+}
+
+// eventBuffer is the size, in bytes, of the receive buffer for events; the kernel takes its minimum. That something has
+// changed is all that is asked of them, and an overflow says so too: the pod's churn costs no memory.
+const eventBuffer = 1
+
+// An addrWatch knows the current addresses of a netns without a goroutine and, where nothing has changed, without asking
+// for them: the kernel puts an event for each change into a socket, which is looked at before each answer.
+type addrWatch struct {
+	families []int
+	ifaces   []Interface
+
+	mu     sync.Mutex
+	h      *netlink.Handle // of the netns, for any thread; nil after close
+	events int             // descriptor of a netlink socket of the netns
+	stale  bool            // read anew before the next answer
+	addrs  []netip.Addr
+	locals []netip.Prefix
+}
+
+// watchAddresses makes the addrWatch.
+func (s *setup) watchAddresses() error {
+	w := &addrWatch{families: s.families, ifaces: s.ifaces, stale: true}
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
+	if err != nil {
+		return fmt.Errorf("address events: netlink: %w", err)
+	}
+	const groups = 1<<(unix.RTNLGRP_IPV4_IFADDR-1) | 1<<(unix.RTNLGRP_IPV6_IFADDR-1) |
+		1<<(unix.RTNLGRP_IPV4_ROUTE-1) | 1<<(unix.RTNLGRP_IPV6_ROUTE-1)
+	err = errors.Join(
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, eventBuffer),
+		unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: groups}))
+	if err == nil {
+		w.h, err = netlink.NewHandle(unix.NETLINK_ROUTE)
+	}
+	if err != nil {
+		_ = unix.Close(fd)
+		return fmt.Errorf("address events: %w", err)
+	}
+	w.events = fd
+	s.watch = w
+	s.undo.add(w.close)
+	return w.refresh()
+}
+
+// refresh reads the addresses if they may have changed.
+func (w *addrWatch) refresh() error {
+	if w.h == nil {
+		return nil
+	}
+	var b [1]byte // what has changed is not asked for
+	for {
+		_, err := unix.Read(w.events, b[:])
+		if errors.Is(err, unix.EAGAIN) {
+			break
+		}
+		if err != nil && !errors.Is(err, unix.EINTR) && !errors.Is(err, unix.ENOBUFS) {
+			return fmt.Errorf("address events: %w", err)
+		}
+		w.stale = true
+	}
+	if !w.stale {
+		return nil
+	}
+	addrs, err := podAddrs(w.h, w.families, w.ifaces)
+	if err != nil {
+		return err
+	}
+	locals, err := localPrefixes(w.h, w.families)
+	if err != nil {
+		return err
+	}
+	w.addrs, w.locals, w.stale = addrs, locals, false
+	return nil
+}
+
+// list returns the pod's addresses, see [Kernel.Addrs]. When they cannot be read, they are those of before, until the next
+// call.
+func (w *addrWatch) list() []netip.Addr {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	_ = w.refresh() // stale still
+	return slices.Clone(w.addrs)
+}
+
+func (w *addrWatch) local(a netip.Addr) bool {
+	a = a.Unmap().WithZone("")
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	_ = w.refresh() // stale still
+	return slices.ContainsFunc(w.locals, func(p netip.Prefix) bool { return p.Contains(a) })
+}
+
+func (w *addrWatch) close() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.h == nil {
+		return nil
+	}
+	w.h.Close()
+	w.h = nil
+	return unix.Close(w.events)
+}
