@@ -239,3 +239,59 @@ func TestNetnsMTUFollows(t *testing.T) {
 		}
 	}
 }
+
+// A pod that forwards for others, a container runtime for example: TCP that comes from outside for what is behind it is led
+// to the device too, and Local tells it from the pod's own. What goes out from there passes, as without ztun, when its
+// interface is not captured.
+func TestNetnsForwardedTCPIsCapturedAndNotLocal(t *testing.T) {
+	t.Parallel()
+	l, inner := newLab(t, true), newNetns(t)
+	behind := netip.MustParseAddr("10.79.0.2")
+	must(t, l.pod.Do(func() error { // down at Open, and so not captured
+		link := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "eth1"}, PeerName: "eth0", PeerNamespace: netlink.NsFd(inner.File().Fd())}
+		if err := netlink.LinkAdd(link); err != nil {
+			return err
+		}
+		proc, err := openProcfs()
+		if err != nil {
+			return err
+		}
+		defer proc.close()
+		return proc.write("net/ipv4/ip_forward", "1")
+	}))
+	k := open(t, testConfig(l.pod))
+	up := func(name, addr string, gw net.IP) func() error {
+		return func() error {
+			link, err := netlink.LinkByName(name)
+			if err != nil {
+				return err
+			}
+			a, err := netlink.ParseAddr(addr)
+			if err != nil {
+				return err
+			}
+			if err := errors.Join(netlink.AddrAdd(link, a), netlink.LinkSetUp(link)); err != nil || gw == nil {
+				return err
+			}
+			return netlink.RouteAdd(&netlink.Route{LinkIndex: link.Attrs().Index, Gw: gw})
+		}
+	}
+	must(t, l.pod.Do(up("eth1", "10.79.0.1/24", nil)))
+	must(t, inner.Do(up("eth0", "10.79.0.2/24", net.IPv4(10, 79, 0, 1))))
+
+	listen(t, inner, netip.AddrPortFrom(behind, 8080))
+	wantCaptured(t, k, l.remote, behind)
+	if k.Local(behind) || !k.Local(netip.MustParseAddr("10.79.0.1")) {
+		t.Errorf("Local(%s) = %v, Local of the pod's new address = %v", behind, k.Local(behind), k.Local(netip.MustParseAddr("10.79.0.1")))
+	}
+
+	// The SYN from behind goes out, its answer comes in as any TCP does: such connections do not come about.
+	listen(t, l.remote, netip.AddrPortFrom(remote4, 8080))
+	if _, err := connect(t, inner, netip.AddrPortFrom(remote4, 8080), 0, 300); !errors.Is(err, unix.EINPROGRESS) {
+		t.Errorf("connect from behind the pod: %v, want a timeout", err)
+	}
+	packets, _ := readAll(t, k, 8, Headroom)
+	if len(packets) == 0 || netip.AddrFrom4([4]byte([]byte(packets[0][12:16]))) != remote4 {
+		t.Errorf("%d packets on the device, want the SYN-ACK of %s", len(packets), remote4)
+	}
+}

@@ -106,6 +106,7 @@ func (s *setup) rules(family int) []*netlink.Rule {
 	}
 	for _, i := range s.ifaces {
 		// To whatever address: those of the pod come and go, and one that a list does not have yet would be let in.
+		// So TCP that the pod would forward is captured too; Kernel.Local tells it apart.
 		r := table(prefInbound, tableCapture)
 		r.IifName, r.IPProto = i.Name, unix.IPPROTO_TCP
 		list = append(list, r)
