@@ -43,7 +43,7 @@ func newBench(t *testing.T, m *mesh) *bench {
 		t.Fatal(err)
 	}
 	b.Proxy, err = New(Config{
-		Client: &workload.Client{Name: "client", Namespace: "default", ServiceAccount: "client"}, Addrs: addrs("10.244.0.5"),
+		Client: &workload.Client{Name: "client", Namespace: "default", ServiceAccount: "client"}, Local: func(a netip.Addr) bool { return a == addrs("10.244.0.5")[0] },
 		Store: b.store, Underlay: b.net, Tunnel: b.tunnel, DNS: echoDNS{}, Records: b.records, Group: b.Group(),
 		Rand: func() uint64 { return 7 }, Log: slog.New(slog.DiscardHandler),
 	})

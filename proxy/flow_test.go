@@ -362,6 +362,16 @@ func TestQuestionsAreAnswered(t *testing.T) {
 	}
 }
 
+func TestFlowsBetweenOthersAreRefused(t *testing.T) {
+	b := newBench(t, newMesh())
+	req := inboundRequest("10.244.9.9:1234", "10.244.1.7:8080")
+	b.ServeTCP(t.Context(), req)
+	b.Settle()
+	if req.answer != "RST" || len(b.net.dials)+len(b.tunnel.targets) != 0 || b.Strays() != 1 {
+		t.Errorf("answer %q, %d connections made, %d counted; want RST, 0, 1", req.answer, len(b.net.dials)+len(b.tunnel.targets), b.Strays())
+	}
+}
+
 func TestQuestionsAreLimited(t *testing.T) {
 	b := newBench(t, newMesh())
 	b.Proxy.cfg.MaxQuestions = 3

@@ -40,8 +40,8 @@ type DNS interface {
 
 // A Config configures a Proxy. The zero values of the limits are the defaults named beside them.
 type Config struct {
-	Client   *workload.Client // which workload the pod is
-	Addrs    []netip.Addr     // of the pod
+	Client   *workload.Client      // which workload the pod is
+	Local    func(netip.Addr) bool // whether an address is the pod's own, now; any goroutine
 	Network  string
 	Store    *workload.Store
 	Underlay Underlay
@@ -64,11 +64,11 @@ type Config struct {
 
 // A Proxy serves one pod.
 type Proxy struct {
-	cfg   Config
-	local map[netip.Addr]bool
+	cfg Config
 
 	questions        atomic.Int64 // in progress
 	questionsRefused atomic.Uint64
+	strays           atomic.Uint64
 }
 
 var (
@@ -79,10 +79,8 @@ var (
 // New checks the configuration.
 func New(cfg Config) (*Proxy, error) {
 	switch {
-	case cfg.Client == nil, cfg.Store == nil, cfg.Underlay == nil, cfg.Tunnel == nil, cfg.DNS == nil, cfg.Records == nil, cfg.Group == nil, cfg.Rand == nil, cfg.Log == nil:
-		return nil, errors.New("proxy: config: Client, Store, Underlay, Tunnel, DNS, Records, Group, Rand and Log are required")
-	case len(cfg.Addrs) == 0:
-		return nil, fmt.Errorf("proxy: %s: the pod has no address", cfg.Client)
+	case cfg.Client == nil, cfg.Local == nil, cfg.Store == nil, cfg.Underlay == nil, cfg.Tunnel == nil, cfg.DNS == nil, cfg.Records == nil, cfg.Group == nil, cfg.Rand == nil, cfg.Log == nil:
+		return nil, errors.New("proxy: config: Client, Local, Store, Underlay, Tunnel, DNS, Records, Group, Rand and Log are required")
 	}
 	for _, d := range []struct {
 		v   *time.Duration
@@ -101,28 +99,34 @@ func New(cfg Config) (*Proxy, error) {
 	if cfg.MaxQuestions == 0 {
 		cfg.MaxQuestions = 512
 	}
-	p := &Proxy{cfg: cfg, local: make(map[netip.Addr]bool)}
-	for _, a := range cfg.Addrs {
-		p.local[a] = true
-	}
-	return p, nil
+	return &Proxy{cfg: cfg}, nil
 }
 
 // dnsPort is where questions go.
 const dnsPort = 53
 
-// ServeTCP implements stack.Handler: it decides who opened the flow, the pod or somebody else, and goes on in a set-up of its own.
+// ServeTCP implements stack.Handler: it tells who opened the flow, the pod or somebody else, and goes on in a set-up of its own. A
+// flow between others, which a neighbour on the link may send our way, is refused: it would get the pod's identity.
 func (p *Proxy) ServeTCP(ctx context.Context, req stack.TCPRequest) {
 	f := req.Flow()
-	serve := p.outbound
+	var serve func(context.Context, stack.TCPRequest)
 	switch {
-	case p.local[f.Dst.Addr()]:
+	case p.cfg.Local(f.Dst.Addr()):
 		serve = p.inbound
+	case !p.cfg.Local(f.Src.Addr()):
+		p.strays.Add(1)
+		req.Reset()
+		return
 	case f.Dst.Port() == dnsPort:
 		serve = p.serveDNSStream
+	default:
+		serve = p.outbound
 	}
 	p.cfg.Group.Go(ctx, func(ctx context.Context) { serve(ctx, req) })
 }
+
+// Strays counts flows neither from nor to the pod.
+func (p *Proxy) Strays() uint64 { return p.strays.Load() }
 
 // illegalPort reports whether a port is one of the proxy's own: nothing may be led there through a proxy. They are ztunnel's, with
 // both capture backends.

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"runtime"
+	"slices"
 
 	"ztun.dev/ztun/internal/config"
 	"ztun.dev/ztun/internal/underlay"
@@ -68,9 +69,9 @@ type tunBackend struct {
 	icmp   *underlay.ICMPRelay
 }
 
-// openTUN captures the pod; handle makes the handler of its flows once the pod's addresses are known. If it fails nothing is left,
+// openTUN captures the pod; handle makes the handler of its flows once the pod's addresses can be known. If it fails nothing is left,
 // but for a pod that was found captured, or that is held.
-func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay, log *slog.Logger, hold bool, handle func([]netip.Addr) (stack.Handler, error)) (_ *tunBackend, err error) {
+func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay, log *slog.Logger, hold bool, handle func(local func(netip.Addr) bool) (stack.Handler, error)) (_ *tunBackend, err error) {
 	b := new(tunBackend)
 	defer func() {
 		if err != nil {
@@ -84,7 +85,7 @@ func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay,
 	if err != nil {
 		return nil, err
 	}
-	handler, err := handle(b.device.Addrs())
+	handler, err := handle(b.device.Local)
 	if err != nil {
 		return nil, err
 	}
@@ -156,12 +157,12 @@ func (lent) Close() error { return nil }
 // A redirectBackend is the listeners that istio-cni's rules lead to.
 type redirectBackend struct{ listeners *underlay.Redirect }
 
-func (n *Node) openRedirect(spec *podSpec, u *underlay.Underlay, log *slog.Logger, handle func([]netip.Addr) (stack.Handler, error)) (*redirectBackend, error) {
+func (n *Node) openRedirect(spec *podSpec, u *underlay.Underlay, log *slog.Logger, handle func(local func(netip.Addr) bool) (stack.Handler, error)) (*redirectBackend, error) {
 	addrs, err := tun.Addresses(spec.netns)
 	if err != nil {
 		return nil, err
 	}
-	handler, err := handle(addrs)
+	handler, err := handle(func(a netip.Addr) bool { return slices.Contains(addrs, a) })
 	if err != nil {
 		return nil, err
 	}

@@ -19,6 +19,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -145,6 +146,7 @@ func build(cfg *config.Config, o Options) (*Node, error) {
 		n.close()
 		return nil, err
 	}
+	n.nameLeftovers()
 	if n.marks, err = loadMarks(n.stateDir, n.rand); err != nil {
 		n.close()
 		return nil, err
@@ -230,6 +232,24 @@ func (n *Node) newPodSpec(p *config.Pod) (podSpec, error) {
 		s.uid = p.Namespace + "." + p.Name
 	}
 	return s, nil
+}
+
+// nameLeftovers names pods that a dead process left captured, and that nobody serves any more: they are cut off.
+func (n *Node) nameLeftovers() {
+	list, err := tun.Leftovers(n.stateDir)
+	if err != nil {
+		n.log.Warn("state of earlier processes cannot be read", "error", err.Error())
+	}
+	for _, l := range list {
+		served := slices.ContainsFunc(n.specs, func(s podSpec) bool {
+			dev, ino := s.netns.ID()
+			return dev == l.Dev && ino == l.Ino
+		})
+		if !served {
+			n.log.Warn("a pod may still be captured by an earlier process and is not configured: serve it, or let its netns end",
+				"uid", l.UID, "netns", fmt.Sprintf("net:[%d]", l.Ino), "state", l.Path)
+		}
+	}
 }
 
 func sameNetns(a, b *tun.Netns) bool {

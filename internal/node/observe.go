@@ -165,7 +165,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	pods := make(map[key]int)
 	var sum refusals
 	var in, out int
-	var questions uint64
+	var questions, strays uint64
 	for _, p := range c.n.listPods() {
 		line, pending := p.state()
 		switch {
@@ -175,6 +175,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 			sum.evicted += r.evicted
 			sum.limited += r.limited
 			questions += line.proxy.QuestionsRefused()
+			strays += line.proxy.Strays()
 			in += line.server.Tunnels()
 			out += line.pool.Stats().Tunnels
 		case pending != "":
@@ -190,7 +191,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	gauge(c.pending, c.n.limits.InFlight())
 	gauge(c.pool, in, "inbound")
 	gauge(c.pool, out, "outbound")
-	for reason, v := range map[string]uint64{"pod_limit": sum.evicted, "process_limit": sum.limited, "dns_limit": questions} {
+	for reason, v := range map[string]uint64{"pod_limit": sum.evicted, "process_limit": sum.limited, "dns_limit": questions, "not_of_the_pod": strays} {
 		ch <- prometheus.MustNewConstMetric(c.refused, prometheus.CounterValue, float64(v), reason)
 	}
 }

@@ -108,7 +108,9 @@ func (n *Node) startPod(ctx context.Context, p *pod) (err error) {
 			err = errors.Join(err, l.abandon(ctx))
 		}
 	}()
-	handle := func(addrs []netip.Addr) (stack.Handler, error) { return l.assemble(n, &p.spec.client, u, addrs) }
+	handle := func(local func(netip.Addr) bool) (stack.Handler, error) {
+		return l.assemble(n, &p.spec.client, u, local)
+	}
 	if l.choice.capture == config.CaptureRedirect {
 		l.backend, err = asBackend(n.openRedirect(&p.spec, u, l.log, handle))
 	} else {
@@ -152,8 +154,8 @@ func listenHBONE(u *underlay.Underlay, spec *podSpec) (*underlay.Listener, error
 	return l, err
 }
 
-// assemble builds the proxy and both ends of HBONE, for a pod with these addresses.
-func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, addrs []netip.Addr) (_ *proxy.Proxy, err error) {
+// assemble builds the proxy and both ends of HBONE; local knows the pod's addresses.
+func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, local func(netip.Addr) bool) (_ *proxy.Proxy, err error) {
 	self := func() workload.Identity {
 		if w := n.store.Snapshot().Local(c); w != nil {
 			return w.Identity()
@@ -174,7 +176,7 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, a
 		return nil, err
 	}
 	px, err := proxy.New(proxy.Config{
-		Client: c, Addrs: addrs, Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: l.pool, DNS: dns,
+		Client: c, Local: local, Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: l.pool, DNS: dns,
 		Questions: n.questions, Records: n.records, Group: n.group, Rand: n.rand, Log: l.log, ConnectTimeout: n.cfg.ConnectTimeout,
 	})
 	if err != nil {
