@@ -374,7 +374,7 @@ func TestFlowsBetweenOthersAreRefused(t *testing.T) {
 
 func TestQuestionsAreLimited(t *testing.T) {
 	b := newBench(t, newMesh())
-	b.Proxy.cfg.MaxQuestions = 3
+	b.cfg.MaxQuestions = 3
 	var conns []*fakeRequest
 	for range 5 {
 		req := request("10.96.0.53:53")
