@@ -31,7 +31,7 @@ type Listener struct {
 // Listen binds and listens on addr for tunnels, with our mark: what it accepts inherits it, so that replies are not captured. An
 // unspecified IPv6 address takes IPv4 as well. Accepting begins with Start.
 func (u *Underlay) Listen(addr netip.AddrPort) (*Listener, error) {
-	return u.listen(addr, u.tune, u.setUserTimeout)
+	return u.listen(addr, u.tune, u.tuneTunnel)
 }
 
 // listenApplications is Listen for connections of applications, whose readers may pause.

@@ -44,7 +44,7 @@ func New(cfg Config) (*Underlay, error) {
 	return &Underlay{cfg: cfg}, nil
 }
 
-// notSentLowat bounds what the kernel holds unsent of one socket, so that the order of what is sent next stays ours.
+// notSentLowat bounds what the kernel holds unsent of a tunnel, so that the order of what its streams send next stays ours.
 const notSentLowat = 128 << 10
 
 // Dial connects to dst past the capture, from the pod's own address. Errors are those of connect(2), wrapped.
@@ -58,14 +58,18 @@ func (u *Underlay) Dial(ctx context.Context, dst netip.AddrPort) (loop.Conn, err
 
 // DialPeer is Dial for tunnels: data that the peer does not acknowledge ends the connection.
 func (u *Underlay) DialPeer(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) {
-	c, err := u.dial(ctx, dst, u.cfg.Marks.Own, u.setUserTimeout)
+	c, err := u.dial(ctx, dst, u.cfg.Marks.Own, u.tuneTunnel)
 	if err != nil {
 		return nil, fmt.Errorf("underlay: connect %s: %w", dst, err)
 	}
 	return c, nil
 }
 
-func (u *Underlay) setUserTimeout(fd int) error {
+// tuneTunnel sets what tunnels have beside tune.
+func (u *Underlay) tuneTunnel(fd int) error {
+	if err := unix.SetsockoptInt(fd, unix.SOL_TCP, unix.TCP_NOTSENT_LOWAT, notSentLowat); err != nil {
+		return fmt.Errorf("TCP_NOTSENT_LOWAT: %w", err)
+	}
 	if u.cfg.NoUserTimeout {
 		return nil
 	}
@@ -260,14 +264,13 @@ func (u *Underlay) awaitReady(ctx context.Context, fd int, want loop.Events) err
 func (u *Underlay) tune(fd int) error {
 	options := []socketOption{
 		{unix.SOL_TCP, unix.TCP_NODELAY, 1, "TCP_NODELAY"},
-		{unix.SOL_TCP, unix.TCP_NOTSENT_LOWAT, notSentLowat, "TCP_NOTSENT_LOWAT"},
 		{unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1, "SO_KEEPALIVE"},
 		{unix.SOL_TCP, unix.TCP_KEEPIDLE, int(u.cfg.KeepaliveTime / time.Second), "TCP_KEEPIDLE"},
 		{unix.SOL_TCP, unix.TCP_KEEPINTVL, int(u.cfg.KeepaliveInterval / time.Second), "TCP_KEEPINTVL"},
 		{unix.SOL_TCP, unix.TCP_KEEPCNT, u.cfg.KeepaliveRetries, "TCP_KEEPCNT"},
 	}
 	if u.cfg.KeepaliveTime < 0 {
-		options = options[:2]
+		options = options[:1]
 	}
 	for _, o := range options {
 		if err := unix.SetsockoptInt(fd, o.level, o.opt, o.value); err != nil {

@@ -308,7 +308,7 @@ func TestNetnsTimersFollowTheConfiguration(t *testing.T) {
 		options := []func(int) error{v.tune}
 		dial := v.Dial
 		if tt.peer {
-			options, dial = append(options, v.setUserTimeout), v.DialPeer
+			options, dial = append(options, v.tuneTunnel), v.DialPeer
 		}
 		l, err := v.listen(netip.MustParseAddrPort("127.0.0.1:7011"), options...)
 		if err != nil {
