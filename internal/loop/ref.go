@@ -151,24 +151,22 @@ func (r *Ref) Child(start func(r *Ref) Task) *Ref {
 	return c
 }
 
-// minShare is the least that RunChildren lets a child move in one turn, in bytes.
-const minShare = 16 << 10
+// childTurn is what a child's turn counts at least, in bytes: it is not free if it moves nothing.
+const childTurn = 4 << 10
 
 // RunChildren gives children that wait for a turn one each, those that were woken first, then those that have more to
-// move, round robin, until about budget bytes may have been moved. It reports whether any child waits for another.
+// move, round robin, until about budget bytes were moved (by what they tell Moved). Each may use all of the budget: shares of 16 KiB
+// made small frames and small writes of everything and cost a third of the throughput of eight streams (measured), and an idle
+// child costs the others next to nothing. It reports whether any child waits for another turn.
 func (r *Ref) RunChildren(budget int) (more bool) {
-	waiting := r.woken.n + r.busy.n
-	if waiting == 0 {
-		return false
-	}
-	share := max(budget/waiting, minShare)
-	for n := r.woken.n; n > 0 && r.woken.n > 0 && budget > 0; n-- {
-		r.turnChild(r.woken.pop(), share)
-		budget -= share
-	}
-	for n := r.busy.n; n > 0 && r.busy.n > 0 && budget > 0; n-- {
-		r.turnChild(r.busy.pop(), share)
-		budget -= share
+	slice := budget
+	turns := [...]int{r.woken.n, r.busy.n} // who waits now: those that have more to move wait again
+	for i, q := range [...]*queue{&r.woken, &r.busy} {
+		for n := turns[i]; n > 0 && q.n > 0 && budget > 0; n-- {
+			before := r.place.moved
+			r.turnChild(q.pop(), slice)
+			budget -= max(childTurn, r.place.moved-before)
+		}
 	}
 	return r.woken.n+r.busy.n > 0
 }
