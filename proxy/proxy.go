@@ -78,8 +78,7 @@ var (
 
 // New checks the configuration.
 func New(cfg Config) (*Proxy, error) {
-	switch {
-	case cfg.Client == nil, cfg.Local == nil, cfg.Store == nil, cfg.Underlay == nil, cfg.Tunnel == nil, cfg.DNS == nil, cfg.Records == nil, cfg.Group == nil, cfg.Rand == nil, cfg.Log == nil:
+	if cfg.Client == nil || cfg.Local == nil || cfg.Store == nil || cfg.Underlay == nil || cfg.Tunnel == nil || cfg.DNS == nil || cfg.Records == nil || cfg.Group == nil || cfg.Rand == nil || cfg.Log == nil {
 		return nil, errors.New("proxy: config: Client, Local, Store, Underlay, Tunnel, DNS, Records, Group, Rand and Log are required")
 	}
 	for _, d := range []struct {
@@ -136,13 +135,13 @@ func illegalPort(port uint16) bool {
 
 // self finds the pod's own workload and waits for it if it is not known yet.
 func (p *Proxy) self(ctx context.Context) (*workload.Workload, *workload.Snapshot, error) {
-	if w := p.cfg.Store.Snapshot().Local(p.cfg.Client); w != nil {
-		return w, p.cfg.Store.Snapshot(), nil
+	s := p.cfg.Store.Snapshot()
+	if w := s.Local(p.cfg.Client); w != nil {
+		return w, s, nil
 	}
 	ctx, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.WorkloadWait)
 	defer cancel()
 	for {
-		var s *workload.Snapshot
 		var w *workload.Workload
 		var unsubscribe func()
 		err := loop.Await(ctx, func(wake func()) {

@@ -18,23 +18,7 @@ import (
 // startGroup runs a group of threads until the test ends.
 func startGroup(t testing.TB, loops int) *Group {
 	t.Helper()
-	g, err := New(Config{Loops: loops, Now: time.Now})
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error)
-	go func() { done <- g.Run(ctx) }()
-	t.Cleanup(func() {
-		cancel()
-		if err := <-done; err != nil {
-			t.Error(err)
-		}
-		if got := g.Stats(); got != (Stats{}) {
-			t.Errorf("after the end the group holds %+v, want nothing", got)
-		}
-	})
-	return g
+	return startLoops(t, loops, 0)
 }
 
 func TestBlockingViewsBehaveAsNetConns(t *testing.T) {

@@ -15,7 +15,7 @@ import (
 )
 
 // startLoops runs a group of sparse and bulk threads until the test ends.
-func startLoops(t *testing.T, bulk, sparse int) *Group {
+func startLoops(t testing.TB, bulk, sparse int) *Group {
 	t.Helper()
 	g, err := New(Config{Loops: bulk, Sparse: sparse, Now: time.Now})
 	if err != nil {

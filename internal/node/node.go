@@ -278,7 +278,7 @@ func (n *Node) run(ctx context.Context) error {
 	var pods errgroup.Group
 	err := n.start(ctx, func(p *pod) { pods.Go(func() error { n.supervise(serving, p); return nil }) })
 	if err == nil {
-		debug.FreeOSMemory() // what only the start has needed; 30 KiB for each pod (measured)
+		debug.FreeOSMemory() // what only the start has needed
 		n.ready.Done()
 		n.log.Info("ready", "pods", len(n.pods), "workers", n.workers, "workloads", len(n.store.Snapshot().State().Workloads))
 		<-ctx.Done()
