@@ -348,19 +348,6 @@ func TestReadiness(t *testing.T) {
 	}
 }
 
-func TestNamed(t *testing.T) {
-	var names []string
-	for i := range 70 {
-		names = append(names, fmt.Sprint("p", i))
-	}
-	if got := Named(names); !strings.HasSuffix(got, ", p63 and 6 more") {
-		t.Errorf("Named = %q", got)
-	}
-	if got := Named(names[:2]); got != "p0, p1" {
-		t.Errorf("Named = %q", got)
-	}
-}
-
 func TestMetrics(t *testing.T) {
 	l := newLab(t, &fake{})
 	f := telemetry.Facts{Source: &workload.Workload{Name: "web-0", WorkloadName: "web", Namespace: "shop"}}

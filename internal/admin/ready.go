@@ -127,14 +127,3 @@ func (r *Readiness) serve(w http.ResponseWriter, req *http.Request) {
 	}
 	write(w, body)
 }
-
-// maxNamed is how many things a reason names.
-const maxNamed = 64
-
-// Named joins names for a reason: at most 64 of them, and how many more there are.
-func Named(names []string) string {
-	if more := len(names) - maxNamed; more > 0 {
-		return fmt.Sprintf("%s and %d more", strings.Join(names[:maxNamed], ", "), more)
-	}
-	return strings.Join(names, ", ")
-}
