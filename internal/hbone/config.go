@@ -22,6 +22,7 @@ type PoolConfig struct {
 	HandshakeTimeout time.Duration // TLS and HTTP/2 together: 10 s
 	ResponseTimeout  time.Duration // 20 s
 	Settings         Settings
+	Budget           *loop.Budget // of the process's memory for connections; nil: none
 }
 
 // A ServerConfig configures a Server.
@@ -37,6 +38,7 @@ type ServerConfig struct {
 	Resume           func()        // called when Accepting becomes true again; may be nil
 	MaxAge           time.Duration // as of a PoolConfig
 	Settings         Settings
+	Budget           *loop.Budget // as of a PoolConfig
 }
 
 // Settings are the sizes of the HTTP/2 connection. Zero fields mean the defaults, which are ztunnel's wire behaviour.

@@ -54,7 +54,8 @@ type EngineConfig struct {
 	PingAfter   time.Duration // silence after which the peer is asked whether it lives: 10 s
 	PingTimeout time.Duration // time that it has to answer: 20 s
 
-	buffers *buffers // where the output buffer comes from while it is in use; nil: the heap
+	buffers *buffers   // where the output buffer comes from while it is in use; nil: the heap
+	level   loop.Level // as of SetLevel, from the beginning
 }
 
 // Limits of the Engine that are no settings.
@@ -67,6 +68,7 @@ const (
 	floodPerSec = 100       // … and each second from then on
 	maxBlock    = 16        // frames of one header block
 	maxControl  = 16 << 10  // bytes of a control frame other than HEADERS and CONTINUATION
+	minCredit   = 16 << 10  // bytes of connection credit that are worth a frame, however little the peer has left
 	headerLen   = 9         // RFC 9113, section 4.1
 	maxWindow   = math.MaxInt32
 	initWindow  = 65535 // RFC 9113, section 6.9.2
@@ -96,7 +98,7 @@ func (e *ConnError) Error() string { return fmt.Sprintf("hbone: %s: %v", e.Reaso
 // calls Tick at Deadline. It is not safe for concurrent use.
 //
 // Connection credit is given as bytes arrive, stream credit as the application takes them: a slow reader makes its own
-// sender wait, and nobody else.
+// sender wait, and nobody else. Where memory is short (SetLevel) that changes.
 type Engine struct {
 	cfg EngineConfig
 	ev  Events
@@ -116,9 +118,14 @@ type Engine struct {
 	in          memReader
 	framer      *http2.Framer
 	gotSettings bool
+	level       loop.Level
 	recv        int64 // connection window left to the peer
 	credit      int64 // bytes that arrived and were not credited to the connection window yet
-	recvInit    int64 // window of a new stream
+	recvInit    int64 // window of a new stream that the peer may count on: the larger of the next two
+	recvAcked   int64 // of these, what it has acknowledged
+	recvOffered int64 // what it has been told
+	recvWanted  int64 // what it should be
+	offering    bool  // SETTINGS are under way that it has not acknowledged
 	lastPeer    uint32
 	resets      [64]uint32 // streams that we reset lately: what is still under way for them is ignored
 	nresets     int
@@ -213,7 +220,7 @@ func NewEngine(cfg EngineConfig, ev Events, now time.Time) *Engine {
 		cfg:        cfg,
 		ev:         ev,
 		recv:       int64(set.ConnectionWindow),
-		recvInit:   max(initWindow, int64(set.StreamWindow)), // until the peer has seen our SETTINGS
+		recvAcked:  initWindow,
 		send:       initWindow,
 		sendMost:   initWindow,
 		sendInit:   initWindow,
@@ -226,6 +233,10 @@ func NewEngine(cfg EngineConfig, ev Events, now time.Time) *Engine {
 		flood:      floodBurst,
 		floodAt:    now,
 	}
+	e.level = cfg.level
+	e.recvWanted = e.wantedWindow()
+	e.recvOffered, e.offering = e.recvWanted, true
+	e.recvInit = max(e.recvAcked, e.recvOffered)
 	e.henc = hpack.NewEncoder(&e.hbuf)
 	e.framer = http2.NewFramer(controlWriter{e}, &e.in)
 	e.framer.ReadMetaHeaders = hpack.NewDecoder(tableSize, nil)
@@ -233,7 +244,7 @@ func NewEngine(cfg EngineConfig, ev Events, now time.Time) *Engine {
 	e.framer.SetMaxReadFrameSize(set.FrameSize)
 
 	s := []http2.Setting{
-		{ID: http2.SettingInitialWindowSize, Val: set.StreamWindow},
+		{ID: http2.SettingInitialWindowSize, Val: uint32(e.recvOffered)},
 		{ID: http2.SettingMaxFrameSize, Val: set.FrameSize},
 		{ID: http2.SettingMaxHeaderListSize, Val: set.HeaderList},
 	}
@@ -343,11 +354,7 @@ func (e *Engine) Took(id uint32, n int) {
 		return
 	}
 	s.credit += int64(n)
-	if s.credit > 0 && s.credit >= int64(e.cfg.Settings.StreamWindow/4) {
-		s.recv += s.credit
-		must(e.framer.WriteWindowUpdate(id, uint32(s.credit)))
-		s.credit = 0
-	}
+	e.creditStream(s)
 }
 
 // Drain stops new streams: a server announces it, gives requests under way a round trip to arrive, and then tells which was

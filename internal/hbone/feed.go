@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"golang.org/x/net/http2"
+
+	"ztun.dev/ztun/internal/loop"
 )
 
 type feedState uint8
@@ -45,10 +47,8 @@ func (e *Engine) Feed(p []byte, now time.Time) error {
 			return e.fail(ce)
 		}
 	}
-	if e.credit >= int64(e.cfg.Settings.ConnectionWindow/4) {
-		e.recv += e.credit
-		must(e.framer.WriteWindowUpdate(0, uint32(e.credit)))
-		e.credit = 0
+	if e.level == loop.Calm {
+		e.creditConnection(0)
 	}
 	if e.acks > maxAcks {
 		return e.fail(&ConnError{http2.ErrCodeEnhanceYourCalm, "the peer does not read the answers to its frames"})
@@ -341,12 +341,7 @@ func (e *Engine) frameError(err error) error {
 
 func (e *Engine) settings(f *http2.SettingsFrame) error {
 	if f.IsAck() {
-		if less := e.recvInit - int64(e.cfg.Settings.StreamWindow); less > 0 {
-			e.recvInit -= less
-			for _, s := range e.streams {
-				s.recv -= less
-			}
-		}
+		e.windowAcked()
 		return nil
 	}
 	first := !e.gotSettings

@@ -12,9 +12,19 @@ type queue struct {
 	pieces [][]byte // the first head are done
 	head   int
 	own    int // pieces before this index are the queue's own memory
+	front  int // bytes that were taken of the piece at head
+	mem    int // bytes of its own memory
 }
 
 func (q *queue) empty() bool { return q.head == len(q.pieces) }
+
+// size is how many bytes are in it.
+func (q *queue) size() (n int) {
+	for _, p := range q.pieces[q.head:] {
+		n += len(p)
+	}
+	return n
+}
 
 func (q *queue) lend(p []byte) { q.pieces = append(q.pieces, p) }
 
@@ -48,9 +58,14 @@ func (q *queue) drop(n int) {
 		p := q.pieces[q.head]
 		if n < len(p) {
 			q.pieces[q.head] = p[n:]
+			q.front += n
 			return
 		}
 		n -= len(p)
+		if q.head < q.own {
+			q.mem -= q.front + cap(p)
+		}
+		q.front = 0
 		q.pieces[q.head] = nil
 		q.head++
 	}
@@ -60,7 +75,7 @@ func (q *queue) drop(n int) {
 }
 
 func (q *queue) reset() {
-	q.head, q.own = 0, 0
+	q.head, q.own, q.mem = 0, 0, 0
 	if cap(q.pieces) > keptSlots {
 		q.pieces = nil
 		return
@@ -75,6 +90,9 @@ func (q *queue) keep() {
 	}
 	live := q.pieces[q.head:]
 	own := max(0, q.own-q.head)
+	if own == 0 {
+		q.front = 0 // of a piece that was lent
+	}
 	lent := 0
 	for _, p := range live[own:] {
 		lent += len(p)
@@ -85,6 +103,7 @@ func (q *queue) keep() {
 			if n == 0 || len(live[n-1]) == cap(live[n-1]) {
 				// One chunk takes all the rest, so that live[n] is a piece that was read already.
 				live[n] = make([]byte, 0, max(lent, minChunk))
+				q.mem += cap(live[n])
 				n++
 			}
 			last := &live[n-1]

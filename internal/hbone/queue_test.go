@@ -50,8 +50,17 @@ func TestQueueModel(t *testing.T) {
 				q.drop(n)
 				model = model[n:]
 			}
-			if q.empty() != (len(model) == 0) {
-				t.Fatalf("seed %d: empty = %v with %d bytes", seed, q.empty(), len(model))
+			if q.empty() != (len(model) == 0) || q.size() != len(model) {
+				t.Fatalf("seed %d: empty = %v, size %d with %d bytes", seed, q.empty(), q.size(), len(model))
+			}
+			mem := 0
+			for i, p := range q.pieces[:q.own] {
+				if mem += cap(p); i == q.head {
+					mem += q.front
+				}
+			}
+			if q.mem != mem {
+				t.Fatalf("seed %d: %d bytes of memory of its own, counted %d", seed, mem, q.mem)
 			}
 		}
 	}

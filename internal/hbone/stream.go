@@ -33,6 +33,7 @@ type stream struct {
 	ref      *loop.Ref
 	response Headers
 	queue    queue
+	mem      int                // of the queue, as the tunnel knows it
 	opening  *opening           // until the response
 	cancel   context.CancelFunc // of the set-up of a request, until it has returned
 
@@ -91,9 +92,24 @@ func (s *stream) nothing() error {
 
 func (s *stream) took(n int) {
 	if n > 0 {
+		s.t.unread -= n
+		s.countMemory()
 		s.t.eng.Took(s.id, n)
 		s.t.kick()
 	}
+}
+
+// countMemory tells the tunnel what the queue's memory is now.
+func (s *stream) countMemory() {
+	s.t.queued += s.queue.mem - s.mem
+	s.mem = s.queue.mem
+}
+
+// dropQueue gives up what was received and not taken.
+func (s *stream) dropQueue() {
+	s.t.unread -= s.queue.size()
+	s.queue = queue{}
+	s.countMemory()
 }
 
 func (s *stream) TryRead(p []byte) (int, error) {
@@ -249,7 +265,7 @@ func (s *stream) release() bool {
 	}
 	s.released = true
 	s.ref = nil
-	s.queue = queue{}
+	s.dropQueue()
 	if s.cancel != nil {
 		s.cancel()
 	}
@@ -277,7 +293,7 @@ func (s *stream) wasReset(code http2.ErrCode, err error) {
 		s.noWrite = true
 	} else {
 		s.reset = true
-		s.queue = queue{}
+		s.dropQueue()
 	}
 	if s.cancel != nil {
 		s.reset = s.reset || !s.answered // nothing of a request that was not answered is wanted
@@ -295,7 +311,7 @@ func (s *stream) complete() bool {
 func (s *stream) lost(err error) {
 	delete(s.t.streams, s.id)
 	s.reset = true
-	s.queue = queue{}
+	s.dropQueue()
 	if s.cancel != nil {
 		s.cancel()
 	}

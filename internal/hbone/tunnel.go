@@ -43,8 +43,11 @@ type tunnel struct {
 	remote  netip.AddrPort
 
 	streams map[uint32]*stream
-	lent    []*stream // those that hold pieces of the turn's buffer
-	vec     [][]byte  // for TryWriteTo
+	account loop.Account // what it holds between turns
+	unread  int          // bytes in the queues of streams
+	queued  int          // bytes of their own memory
+	lent    []*stream    // those that hold pieces of the turn's buffer
+	vec     [][]byte     // for TryWriteTo
 	inTurn  bool
 	err     error     // set once the tunnel is over
 	ended   bool      // what is left is to close the link, and streams that were received in full
@@ -65,6 +68,7 @@ type tunnelConfig struct {
 	owner    owner
 	peer     workload.Identity
 	buffers  *buffers
+	budget   *loop.Budget
 	settle   time.Duration // for the peer's SETTINGS
 	failed   func()
 	age      time.Duration // after which it takes no new streams; 0: any
@@ -81,11 +85,14 @@ func startTunnel(cfg tunnelConfig, ready func(t *tunnel)) {
 		local:   cfg.link.conn.LocalAddr(),
 		remote:  cfg.link.conn.RemoteAddr(),
 		streams: make(map[uint32]*stream),
+		account: loop.NewAccount(cfg.budget),
 		parent:  carrier(cfg.link.conn),
 	}
 	start := func(r *loop.Ref) loop.Task {
 		t.ref = r
-		t.eng = NewEngine(EngineConfig{Server: cfg.server, Settings: cfg.settings, buffers: cfg.buffers}, (*tunnelEvents)(t), r.Now())
+		t.eng = NewEngine(EngineConfig{
+			Server: cfg.server, Settings: cfg.settings, buffers: cfg.buffers, level: t.account.Level(),
+		}, (*tunnelEvents)(t), r.Now())
 		if err := t.link.conn.Attach(r); err != nil {
 			t.die(err)
 		}
@@ -155,12 +162,14 @@ func (t *tunnel) Turn(budget int) (more bool) {
 	t.inTurn = true
 	var plain []byte
 	if t.err == nil {
+		t.eng.SetLevel(t.account.Level())
 		plain, more = t.receive(budget)
 	}
 	if t.runRelays(budget) {
 		more = true
 	}
 	t.keepLent()
+	t.eng.Holds(t.unread)
 	moved := len(plain)
 	t.buffers.put(plain)
 	if t.err == nil {
@@ -177,7 +186,14 @@ func (t *tunnel) Turn(budget int) (more bool) {
 		t.end()
 		return false // what is left to do wakes it
 	}
+	t.settleAccount()
 	return more
+}
+
+// settleAccount tells the process what the tunnel holds between turns: what applications did not take, and what the socket did
+// not. The rest, of a few KiB, is what every tunnel has.
+func (t *tunnel) settleAccount() {
+	t.account.Set(t.queued + cap(t.eng.out) + cap(t.link.store) + cap(t.link.kept))
 }
 
 // receive feeds the engine with what arrived. The plain text that it returns is lent to streams.
@@ -282,10 +298,12 @@ func (t *tunnel) linger(budget int) (more bool) {
 	if t.link.discard(t.ref.Scratch(), min(budget, maxLinger)) {
 		more = true
 	}
+	t.settleAccount()
 	if len(t.streams) > 0 || !t.link.closed {
 		return t.ref.RunChildren(budget) || more
 	}
 	t.ref.Remove() // the relays have their last turn here
+	t.account.Set(0)
 	t.owner.gone(t, t.err)
 	return false
 }
@@ -329,6 +347,7 @@ func (t *tunnel) drain() {
 func (t *tunnel) keepLent() {
 	for i, s := range t.lent {
 		s.queue.keep()
+		s.countMemory()
 		s.lending = false
 		t.lent[i] = nil
 	}
@@ -429,6 +448,7 @@ func (t *tunnelEvents) StreamData(id uint32, p []byte) {
 		return
 	}
 	s.queue.lend(p)
+	t.unread += len(p)
 	if !s.lending {
 		s.lending = true
 		t.lent = append(t.lent, s)
