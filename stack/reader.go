@@ -103,6 +103,7 @@ func (rd *reader) Turn(budget int) (more bool) {
 		budget -= n
 		rd.ref.Moved(n)
 	}
+	rd.s.in.flush()
 	if !rd.large {
 		rd.dropView()
 	}

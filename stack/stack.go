@@ -37,6 +37,8 @@ type Stack struct {
 
 	table table // unanswered SYNs
 
+	in inliner
+
 	reader atomic.Pointer[loop.Ref] // of the latest Read
 
 	// life is held for reading by whoever writes to the device from outside the netstack.
@@ -59,6 +61,7 @@ func New(cfg Config) (*Stack, error) {
 	}
 	s := &Stack{cfg: cfg}
 	s.table.init(s)
+	s.in.s = s
 	s.link = newLink(cfg.Device, mtu, &s.count)
 	opts := stack.Options{
 		NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol, ipv6.NewProtocol},
@@ -153,7 +156,7 @@ func (s *Stack) startReader(rd *reader) *loop.Ref {
 // keeps packet. False means that nobody reads the device.
 func (s *Stack) Inject(packet []byte) bool {
 	ref := s.reader.Load()
-	return ref != nil && ref.Post(func() { s.receive(make([]byte, headroom), packet) })
+	return ref != nil && ref.Post(func() { s.receive(make([]byte, headroom), packet); s.in.flush() })
 }
 
 // Close ends all requests and connections, the latter with RST, and closes the device. It must not be called during Read. It is
@@ -184,6 +187,7 @@ func (s *Stack) closeNet() {
 
 // settle waits until the netstack has nothing left to do now.
 func (s *Stack) settle() {
+	s.in.flush()
 	s.net.Pause() // returns once the processors' queues are empty
 	s.net.Resume()
 	s.table.settle()
@@ -215,6 +219,9 @@ func (s *Stack) receive(vnet, b []byte) {
 		s.count.drop(DropMalformed)
 		return
 	}
+	if p.proto != TCP || p.fragment || p.flags&(flagSYN|flagRST) != 0 {
+		s.in.flush()
+	}
 	if p.fragment {
 		s.link.deliver(p.v6, b[:p.payload], b[p.payload:p.end], nil) // comes back by reassembled
 		return
@@ -232,6 +239,7 @@ func (s *Stack) receive(vnet, b []byte) {
 		s.table.syn(&p, b[:p.end])
 	case p.flags&flagRST != 0 && s.table.rst(&p):
 	default:
+		s.in.begin(&p)
 		s.link.deliver(p.v6, b[:p.payload], b[p.payload:p.end], nil)
 	}
 }
@@ -261,6 +269,7 @@ func (s *Stack) receiveSegment(vnet, hdr, rest []byte, view *buffer.View) {
 		s.count.drop(why)
 		return
 	}
+	s.in.begin(&p)
 	s.link.deliver(p.v6, hdr, rest, view) // the netstack takes off what is behind the end of the IP packet
 }
 
