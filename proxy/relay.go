@@ -46,6 +46,11 @@ func startRelay(downstream, upstream loop.Conn, rec *telemetry.Conn) func(r *loo
 			rec.Finish(fmt.Errorf("relay: %w", err))
 			return nil
 		}
+		if f, ok := downstream.(loop.Fed); ok {
+			if leader := f.Feeder(); leader != nil {
+				r.Beside(leader)
+			}
+		}
 		rec.SetCloser(func(cause error) { r.Post(func() { y.abort(cause) }) })
 		return y
 	}

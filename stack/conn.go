@@ -54,6 +54,7 @@ type conn struct {
 	queue         *waiter.Queue
 	entry         waiter.Entry
 	local, remote netip.AddrPort
+	feeder        *loop.Ref // reads the device
 
 	ref atomic.Pointer[loop.Ref] // whom the netstack's goroutines wake
 
@@ -70,12 +71,13 @@ type conn struct {
 var (
 	_ loop.Conn   = (*conn)(nil)
 	_ loop.Sender = (*conn)(nil)
+	_ loop.Fed    = (*conn)(nil)
 
 	_ waiter.EventListener = (*conn)(nil)
 )
 
-func newConn(ep tcpip.Endpoint, queue *waiter.Queue, flow Flow) *conn {
-	c := &conn{ep: ep, queue: queue, local: flow.Dst, remote: flow.Src}
+func newConn(ep tcpip.Endpoint, queue *waiter.Queue, flow Flow, feeder *loop.Ref) *conn {
+	c := &conn{ep: ep, queue: queue, local: flow.Dst, remote: flow.Src, feeder: feeder}
 	c.entry.Init(c, waiter.ReadableEvents|waiter.WritableEvents|waiter.EventRdHUp|waiter.EventHUp|waiter.EventErr)
 	return c
 }
@@ -275,6 +277,9 @@ func (c *conn) release() {
 	c.ref.Store(nil)
 	c.unregister()
 }
+
+// Feeder implements loop.Fed.
+func (c *conn) Feeder() *loop.Ref { return c.feeder }
 
 // LocalAddr implements loop.Conn.
 func (c *conn) LocalAddr() netip.AddrPort { return c.local }

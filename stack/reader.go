@@ -53,6 +53,7 @@ type reader struct {
 // start is called on the reader's loop.
 func (rd *reader) start(ref *loop.Ref) loop.Task {
 	rd.ref = ref
+	ref.Lead()
 	rd.predicted = ipv4Len + tcpLen + 12 // with timestamps
 	if fd := rd.s.link.fd; fd >= 0 {
 		if err := ref.Watch(fd, func(loop.Events) { ref.Wake() }); err != nil {
@@ -103,7 +104,7 @@ func (rd *reader) Turn(budget int) (more bool) {
 		budget -= n
 		rd.ref.Moved(n)
 	}
-	rd.s.in.flush()
+	rd.s.batch.end()
 	if !rd.large {
 		rd.dropView()
 	}

@@ -36,8 +36,7 @@ type Stack struct {
 	count counters
 
 	table table // unanswered SYNs
-
-	in inliner
+	batch batch // of the reader's loop
 
 	reader atomic.Pointer[loop.Ref] // of the latest Read
 
@@ -61,7 +60,7 @@ func New(cfg Config) (*Stack, error) {
 	}
 	s := &Stack{cfg: cfg}
 	s.table.init(s)
-	s.in.s = s
+	s.batch.s = s
 	s.link = newLink(cfg.Device, mtu, &s.count)
 	opts := stack.Options{
 		NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol, ipv6.NewProtocol},
@@ -156,7 +155,10 @@ func (s *Stack) startReader(rd *reader) *loop.Ref {
 // keeps packet. False means that nobody reads the device.
 func (s *Stack) Inject(packet []byte) bool {
 	ref := s.reader.Load()
-	return ref != nil && ref.Post(func() { s.receive(make([]byte, headroom), packet); s.in.flush() })
+	return ref != nil && ref.Post(func() {
+		s.receive(make([]byte, headroom), packet)
+		s.batch.end()
+	})
 }
 
 // Close ends all requests and connections, the latter with RST, and closes the device. It must not be called during Read. It is
@@ -187,7 +189,7 @@ func (s *Stack) closeNet() {
 
 // settle waits until the netstack has nothing left to do now.
 func (s *Stack) settle() {
-	s.in.flush()
+	s.batch.end()
 	s.net.Pause() // returns once the processors' queues are empty
 	s.net.Resume()
 	s.table.settle()
@@ -219,10 +221,8 @@ func (s *Stack) receive(vnet, b []byte) {
 		s.count.drop(DropMalformed)
 		return
 	}
-	if p.proto != TCP || p.fragment || p.flags&(flagSYN|flagRST) != 0 {
-		s.in.flush()
-	}
 	if p.fragment {
+		s.batch.end()
 		s.link.deliver(p.v6, b[:p.payload], b[p.payload:p.end], nil) // comes back by reassembled
 		return
 	}
@@ -230,6 +230,7 @@ func (s *Stack) receive(vnet, b []byte) {
 		s.count.drop(DropChecksum)
 		return
 	}
+	s.batch.begin(&p)
 	if p.proto == UDP {
 		s.datagram(p.flow(), b[p.payload:p.end])
 		return
@@ -239,7 +240,6 @@ func (s *Stack) receive(vnet, b []byte) {
 		s.table.syn(&p, b[:p.end])
 	case p.flags&flagRST != 0 && s.table.rst(&p):
 	default:
-		s.in.begin(&p)
 		s.link.deliver(p.v6, b[:p.payload], b[p.payload:p.end], nil)
 	}
 }
@@ -269,7 +269,7 @@ func (s *Stack) receiveSegment(vnet, hdr, rest []byte, view *buffer.View) {
 		s.count.drop(why)
 		return
 	}
-	s.in.begin(&p)
+	s.batch.begin(&p)
 	s.link.deliver(p.v6, hdr, rest, view) // the netstack takes off what is behind the end of the IP packet
 }
 

@@ -66,6 +66,11 @@ type Sender interface {
 	TryWriteTo(dst Conn, max int) (int, error)
 }
 
+// Fed is implemented by Conns whose bytes come from a task: what moves them on is best beside it (Ref.Beside).
+type Fed interface {
+	Feeder() *Ref // nil: none
+}
+
 // A SendError tells that the writing side of TryWriteTo failed, not the reading one. Err is never ErrAgain.
 type SendError struct{ Err error }
 

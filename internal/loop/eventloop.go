@@ -154,7 +154,11 @@ func (l *eventLoop) start(r *Ref, start func(*Ref) Task) {
 func (l *eventLoop) turn(r *Ref) {
 	r.wakePending.Store(false) // from here on a wake means another turn
 	if r.task.Turn(l.g.cfg.Slice) && !r.removed && r.in == nil {
-		l.busy.push(r)
+		if r.place.leads {
+			l.woken.push(r)
+		} else {
+			l.busy.push(r)
+		}
 	}
 	if len(l.g.bulk) > 0 && !r.removed {
 		l.place(r)
@@ -178,9 +182,7 @@ func (l *eventLoop) wait() {
 	l.asleep = true
 	l.mu.Unlock()
 
-	from := l.g.Now()
 	l.poll.poll(d, l)
-	l.load.idle += l.g.Now().Sub(from)
 
 	l.mu.Lock()
 	l.asleep = false

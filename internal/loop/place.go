@@ -16,12 +16,13 @@ const (
 
 // A load tells how busy a loop was lately.
 type load struct {
-	idle    time.Duration // asleep since from
+	ran     time.Duration // what the thread had run at from
 	from    time.Time
-	percent atomic.Int32 // of the last window that the loop was not asleep
+	percent atomic.Int32 // of the last window that the thread ran
 }
 
-// Shares of a window at which a bulk loop gives a task away, and takes one.
+// Shares of a window at which a bulk loop gives a task away, and takes one. A thread that waits for a core is not saturated: with
+// another one the work would only be divided, and wait as long.
 const (
 	saturated = 95
 	spare     = 50
@@ -40,16 +41,35 @@ func (l *eventLoop) place(r *Ref) {
 		p.since, p.moved = l.now, 0
 	case !l.bulk && p.moved > bulkBytes:
 		p.since, p.moved = l.now, 0
-		l.move(r, leastLoaded(l.g.bulk))
+		if to := p.companion(); to != nil {
+			l.move(r, to)
+		} else {
+			l.move(r, leastLoaded(l.g.bulk))
+		}
 	case l.bulk && elapsed >= sparseWindow:
 		sparse := p.moved < sparseBytes
 		p.since, p.moved = l.now, 0
 		if sparse {
+			p.apart = false
 			l.move(r, leastLoaded(l.g.sparse))
-		} else if to := l.relief(); to != nil {
+		} else if to := l.relief(); to != nil && !p.leads {
+			p.apart = true
+			l.move(r, to)
+		} else if to := p.companion(); to != nil && to != l {
 			l.move(r, to)
 		}
 	}
+}
+
+// companion is the bulk loop of the task that this one is to be beside; nil if there is none, or if they were taken apart.
+func (p *place) companion() *eventLoop {
+	if p.beside == nil || p.apart {
+		return nil
+	}
+	if l := p.beside.at.Load(); l.bulk {
+		return l
+	}
+	return nil
 }
 
 // relief measures the load of a bulk loop, once per window, and finds another to share it with.
@@ -58,21 +78,31 @@ func (l *eventLoop) relief() *eventLoop {
 	if window < sparseWindow {
 		return nil
 	}
-	percent := int32(100 - 100*l.load.idle/window)
+	ran := l.ran()
+	percent := int32(100 * (ran - l.load.ran) / window)
 	if l.load.from.IsZero() {
 		percent = 0
 	}
-	l.load.from, l.load.idle = l.now, 0
+	l.load.from, l.load.ran = l.now, ran
 	l.load.percent.Store(percent)
 	if percent < saturated || l.tasks.Load() < 2 {
 		return nil
 	}
 	for _, to := range l.g.bulk {
-		if to != l && to.load.percent.Load() <= spare && to.tasks.Load() < l.tasks.Load() {
+		n := to.tasks.Load()
+		if to != l && n < l.tasks.Load() && (n == 0 || to.load.percent.Load() <= spare) {
 			return to
 		}
 	}
 	return nil
+}
+
+// ran is how long the thread has run; always 0 by hand, where nothing is ever saturated.
+func (l *eventLoop) ran() time.Duration {
+	if l.g.manual != nil {
+		return 0
+	}
+	return threadTime()
 }
 
 // move hands a task, with its children, watches, timers and the messages that wait for it, over to another loop. It is called

@@ -32,3 +32,4 @@ func (p *poller) watch(int, func(Events)) (*watch, error) { return nil, errNoPol
 func (p *poller) unwatch(*watch)                          {}
 func (p *poller) poll(time.Duration, *eventLoop) bool     { return false }
 func tuneThread()                                         {}
+func threadTime() time.Duration                           { return 0 }
