@@ -32,6 +32,7 @@ type eventLoop struct {
 	postsAt  int
 	woken    queue
 	busy     queue
+	led      bool // by hand: a leader had its turn, now one of the busy ones has
 	roots    map[*Ref]struct{}
 	leftover []string
 }
@@ -156,6 +157,7 @@ func (l *eventLoop) turn(r *Ref) {
 	if r.task.Turn(l.g.cfg.Slice) && !r.removed && r.in == nil {
 		if r.place.leads {
 			l.woken.push(r)
+			l.led = true
 		} else {
 			l.busy.push(r)
 		}

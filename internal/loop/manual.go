@@ -54,10 +54,11 @@ func (m *Manual) step(l *eventLoop) bool {
 	case l.postsAt < len(l.posts):
 		l.runPosts(1)
 	case l.runTimer():
-	case l.woken.n > 0:
+	case l.woken.n > 0 && (!l.led || l.busy.n == 0):
 		l.turn(l.woken.pop())
 	case l.index == 0 && m.stepCoroutine():
 	case l.busy.n > 0:
+		l.led = false
 		l.turn(l.busy.pop())
 	default:
 		return l.poll != nil && l.poll.poll(0, l)

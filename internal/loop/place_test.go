@@ -7,6 +7,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -237,4 +238,114 @@ func (m *mover) echo(int) bool {
 		}
 		m.left = slices.Clone(p[:n])
 	}
+}
+
+// A bulkTask claims to move n bytes in each turn.
+type bulkTask struct {
+	r    *Ref
+	n    int
+	more bool
+	log  func()
+}
+
+func (b *bulkTask) Turn(int) bool {
+	if b.log != nil {
+		b.log()
+	}
+	b.r.Moved(b.n)
+	return b.more
+}
+
+func TestTasksAreBesideTheirLeader(t *testing.T) {
+	m := NewManualLoops(epoch, 3, 1)
+	defer func() {
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	tasks := make([]*bulkTask, 4)
+	for i := range tasks {
+		b := new(bulkTask)
+		tasks[i] = b
+		m.Group().Add(func(r *Ref) Task {
+			b.r = r
+			switch i {
+			case 0:
+				r.Lead()
+			case 1, 2:
+				r.Beside(tasks[0].r)
+			}
+			return b
+		})
+		m.Settle()
+	}
+	for _, b := range tasks {
+		b.n = bulkBytes + 1
+	}
+	leader, early, late, other := tasks[0].r, tasks[1].r, tasks[2].r, tasks[3].r
+	wake := func(refs ...*Ref) {
+		for _, r := range refs {
+			r.Wake()
+			m.Settle()
+		}
+	}
+	wake(early, leader, other, late) // early moves much before its leader does, and goes where there is least
+	if late.home() != leader.home() || !late.home().bulk {
+		t.Error("a task that moves much did not go to its leader's loop")
+	}
+	if other.home() == leader.home() {
+		t.Error("a task that has no leader is beside one although there is a loop with less")
+	}
+	if early.home() == leader.home() {
+		t.Fatal("the early task is beside its leader already; the test is to see it follow")
+	}
+	m.Advance(sparseWindow)
+	wake(early)
+	if early.home() != leader.home() {
+		t.Error("after its window a task is not beside its leader")
+	}
+	early.place.apart = true // as relief has it
+	m.Advance(sparseWindow)
+	wake(early)
+	if early.home() != leader.home() {
+		t.Error("a task that was taken apart is moved without need")
+	}
+	for _, b := range tasks {
+		b.n = 0
+	}
+	m.Advance(sparseWindow)
+	wake(leader, early, late, other) // ends the window of the bulk bytes
+	m.Advance(sparseWindow)
+	wake(leader, early, late, other)
+	if early.place.apart {
+		t.Error("a task that moves little is still apart")
+	}
+	for _, b := range tasks {
+		b.r.Post(b.r.Remove)
+	}
+	m.Settle()
+}
+
+func TestALeaderHasEverySecondTurn(t *testing.T) {
+	m := newManual(t)
+	var order []byte
+	var refs []*Ref
+	for _, name := range []byte("Labc") {
+		refs = append(refs, m.Group().Add(func(r *Ref) Task {
+			if name == 'L' {
+				r.Lead()
+			}
+			return &bulkTask{r: r, more: true, log: func() { order = append(order, name) }}
+		}))
+	}
+	for len(order) < 20 {
+		m.Step()
+	}
+	if got := string(order[8:]); !strings.Contains(got, "LaLbLcLa") { // after the beginning, when all were new
+		t.Errorf("busy tasks had their turns in the order %s, want the leader between any two", order)
+	}
+	for _, r := range refs {
+		r.Post(r.Remove)
+	}
+	m.Settle()
 }
