@@ -21,8 +21,8 @@ const headroom = tun.Headroom
 // without any.
 type link struct {
 	dev   tun.Device
-	fd    int // -1: a device in memory
-	mtu   uint32
+	fd    int           // -1: a device in memory
+	mtu   atomic.Uint32 // of the device
 	count *counters
 
 	stack atomic.Pointer[dispatcher] // nil: not attached
@@ -42,7 +42,8 @@ var (
 )
 
 func newLink(dev tun.Device, mtu int, count *counters) *link {
-	l := &link{dev: dev, fd: dev.FD(), mtu: uint32(mtu), count: count}
+	l := &link{dev: dev, fd: dev.FD(), count: count}
+	l.mtu.Store(uint32(mtu))
 	l.vecs.New = func() any { return new(txVec) }
 	l.flat.New = func() any {
 		f := &flatPacket{buf: make([]byte, headroom+tun.MaxPacket)}
@@ -190,10 +191,10 @@ func (f *flatPacket) fill(h tun.VnetHdr, pkt *stack.PacketBuffer) [][]byte {
 }
 
 // MTU implements stack.LinkEndpoint.
-func (l *link) MTU() uint32 { return l.mtu }
+func (l *link) MTU() uint32 { return l.mtu.Load() }
 
-// SetMTU implements stack.LinkEndpoint: the MTU is the device's.
-func (l *link) SetMTU(uint32) {}
+// SetMTU implements stack.LinkEndpoint.
+func (l *link) SetMTU(mtu uint32) { l.mtu.Store(mtu) }
 
 // MaxHeaderLength implements stack.LinkEndpoint. The vnet header is not part of the packet.
 func (l *link) MaxHeaderLength() uint16 { return 0 }

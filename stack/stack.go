@@ -55,8 +55,8 @@ func New(cfg Config) (*Stack, error) {
 	if err != nil {
 		return nil, fmt.Errorf("stack: MTU of the device: %w", err)
 	}
-	if mtu < header.IPv6MinimumMTU {
-		return nil, fmt.Errorf("stack: MTU of the device: %d is less than the %d of RFC 8200", mtu, header.IPv6MinimumMTU)
+	if err := checkMTU(mtu); err != nil {
+		return nil, err
 	}
 	s := &Stack{cfg: cfg}
 	s.table.init(s)
@@ -78,6 +78,23 @@ func New(cfg Config) (*Stack, error) {
 		return nil, err
 	}
 	return s, nil
+}
+
+func checkMTU(mtu int) error {
+	if mtu < header.IPv6MinimumMTU {
+		return fmt.Errorf("stack: MTU of the device: %d is less than the %d of RFC 8200", mtu, header.IPv6MinimumMTU)
+	}
+	return nil
+}
+
+// SetMTU tells the stack that the device has another MTU, in bytes. Connections that are opened from then on have it; established
+// ones learn of a smaller one from the path. It may be called from any goroutine.
+func (s *Stack) SetMTU(mtu int) error {
+	if err := checkMTU(mtu); err != nil {
+		return err
+	}
+	s.link.SetMTU(uint32(mtu))
+	return nil
 }
 
 // configure sets the options of the netstack.

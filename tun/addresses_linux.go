@@ -68,29 +68,42 @@ func localPrefixes(h *netlink.Handle, families []int) (list []netip.Prefix, err 
 // changed is all that is asked of them, and an overflow says so too: the pod's churn costs no memory.
 const eventBuffer = 1
 
-// An addrWatch knows the current addresses of a netns without a goroutine and, where nothing has changed, without asking
-// for them: the kernel puts an event for each change into a socket, which is looked at before each answer.
-type addrWatch struct {
+// Addresses knows the current addresses of a netns without a goroutine and, where nothing has changed, without asking for them:
+// the kernel puts an event for each change into a socket, which is looked at before each answer. Its methods may be called from
+// any goroutine.
+type Addresses struct {
 	families []int
 	ifaces   []Interface
 
 	mu     sync.Mutex
-	h      *netlink.Handle // of the netns, for any thread; nil after close
+	h      *netlink.Handle // of the netns, for any thread; nil after Close
 	events int             // descriptor of a netlink socket of the netns
 	stale  bool            // read anew before the next answer
 	addrs  []netip.Addr
 	locals []netip.Prefix
 }
 
-// watchAddresses makes the addrWatch.
-func (s *setup) watchAddresses() error {
-	w := &addrWatch{families: s.families, ifaces: s.ifaces, stale: true}
+// WatchAddresses returns the Addresses of netns. It ends with Close.
+func WatchAddresses(netns *Netns) (a *Addresses, err error) {
+	err = netns.Do(func() error {
+		a, err = watchAddresses([]int{unix.AF_INET, unix.AF_INET6}, nil)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("tun: netns %s: %w", netns, err)
+	}
+	return a, nil
+}
+
+// watchAddresses is called in the netns.
+func watchAddresses(families []int, ifaces []Interface) (*Addresses, error) {
+	w := &Addresses{families: families, ifaces: ifaces, stale: true}
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
 	if err != nil {
-		return fmt.Errorf("address events: netlink: %w", err)
+		return nil, fmt.Errorf("address events: netlink: %w", err)
 	}
 	const groups = 1<<(unix.RTNLGRP_IPV4_IFADDR-1) | 1<<(unix.RTNLGRP_IPV6_IFADDR-1) |
-		1<<(unix.RTNLGRP_IPV4_ROUTE-1) | 1<<(unix.RTNLGRP_IPV6_ROUTE-1)
+		1<<(unix.RTNLGRP_IPV4_ROUTE-1) | 1<<(unix.RTNLGRP_IPV6_ROUTE-1) | 1<<(unix.RTNLGRP_LINK-1)
 	err = errors.Join(
 		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, eventBuffer),
 		unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: groups}))
@@ -99,16 +112,26 @@ func (s *setup) watchAddresses() error {
 	}
 	if err != nil {
 		_ = unix.Close(fd)
-		return fmt.Errorf("address events: %w", err)
+		return nil, fmt.Errorf("address events: %w", err)
 	}
 	w.events = fd
-	s.watch = w
-	s.undo.add(w.close)
-	return w.refresh()
+	if err := w.refresh(); err != nil {
+		return nil, errors.Join(err, w.Close())
+	}
+	return w, nil
+}
+
+// watchAddresses makes the Addresses of the pod.
+func (s *setup) watchAddresses() (err error) {
+	if s.watch, err = watchAddresses(s.families, s.ifaces); err != nil {
+		return err
+	}
+	s.undo.add(s.watch.Close)
+	return nil
 }
 
 // refresh reads the addresses if they may have changed.
-func (w *addrWatch) refresh() error {
+func (w *Addresses) refresh() error {
 	if w.h == nil {
 		return nil
 	}
@@ -138,16 +161,16 @@ func (w *addrWatch) refresh() error {
 	return nil
 }
 
-// list returns the pod's addresses, see [Kernel.Addrs]. When they cannot be read, they are those of before, until the next
-// call.
-func (w *addrWatch) list() []netip.Addr {
+// List returns the addresses, see [Kernel.Addrs]. When they cannot be read, they are those of before, until the next call.
+func (w *Addresses) List() []netip.Addr {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	_ = w.refresh() // stale still
 	return slices.Clone(w.addrs)
 }
 
-func (w *addrWatch) local(a netip.Addr) bool {
+// Local reports whether TCP to a is for the netns itself, see [Kernel.Local].
+func (w *Addresses) Local(a netip.Addr) bool {
 	a = a.Unmap().WithZone("")
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -155,7 +178,8 @@ func (w *addrWatch) local(a netip.Addr) bool {
 	return slices.ContainsFunc(w.locals, func(p netip.Prefix) bool { return p.Contains(a) })
 }
 
-func (w *addrWatch) close() error {
+// Close lets go of the events; the answers are those of before from then on. It is idempotent.
+func (w *Addresses) Close() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.h == nil {

@@ -18,7 +18,7 @@ type Kernel struct {
 	index    int    // of the device
 	ifaces   []Interface
 	families []int
-	addrs    *addrWatch
+	addrs    *Addresses
 	state    *state
 	markedBy string
 	adopted  bool
@@ -93,7 +93,7 @@ func (k *Kernel) BatchSize() int { return 64 }
 
 // Addrs returns the addresses that the pod has now, without those of loopback and of a link only, the ones of the interface
 // with the default route first. After Close they are those of before.
-func (k *Kernel) Addrs() []netip.Addr { return k.addrs.list() }
+func (k *Kernel) Addrs() []netip.Addr { return k.addrs.List() }
 
 // Local reports whether TCP to a is for the pod itself: whether the kernel would deliver it now, as its routing table local
 // says. What is captured is not always from or to the pod: inbound TCP is captured whatever its destination, so that a flow
@@ -101,7 +101,11 @@ func (k *Kernel) Addrs() []netip.Addr { return k.addrs.list() }
 // forwarded by the pod, and must not be given the pod's identity.
 //
 // It costs one system call where no address has changed. After Close the answer is that of before.
-func (k *Kernel) Local(a netip.Addr) bool { return k.addrs.local(a) }
+func (k *Kernel) Local(a netip.Addr) bool { return k.addrs.Local(a) }
+
+// Events is a descriptor that becomes readable when the addresses, the routes or an interface of the netns have changed, to wait for
+// and not to read from; -1 after Close. See [Kernel.SyncMTU].
+func (k *Kernel) Events() int { return k.addrs.descriptor() }
 
 // Interfaces returns the captured interfaces, the one with the default route first.
 func (k *Kernel) Interfaces() []Interface { return slices.Clone(k.ifaces) }
@@ -131,7 +135,7 @@ func (k *Kernel) Close() error {
 	if k.fd < 0 {
 		return nil
 	}
-	err := errors.Join(unix.Close(k.fd), k.addrs.close(), k.cfg.Netns.Close())
+	err := errors.Join(unix.Close(k.fd), k.addrs.Close(), k.cfg.Netns.Close())
 	k.fd = -1
 	if err != nil {
 		return fmt.Errorf("tun: device %s: close: %w", k.cfg.Name, err)

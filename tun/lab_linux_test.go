@@ -2,6 +2,7 @@ package tun
 
 import (
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io/fs"
 	"net"
@@ -283,7 +284,14 @@ func connect(t *testing.T, ns *Netns, to netip.AddrPort, mark int, ms int64) (fd
 	} else {
 		sa = &unix.SockaddrInet6{Port: int(to.Port()), Addr: to.Addr().As16()}
 	}
-	if err := unix.Connect(fd, sa); err != nil {
+	err = unix.Connect(fd, sa)
+	for errors.Is(err, unix.EINTR) { // by the runtime's signal for preemption
+		err = unix.Connect(fd, sa)
+	}
+	if errors.Is(err, unix.EALREADY) { // what the second call says of a timeout
+		err = unix.EINPROGRESS
+	}
+	if err != nil {
 		closed = true
 		_ = unix.Close(fd)
 		return -1, err

@@ -19,37 +19,54 @@ func deviceMTU(cfg *Config, largest int, ipv6 bool) int {
 	return min(largest, MaxPacket)
 }
 
-// SyncMTU gives the device the MTU that the captured interfaces call for now, see [Config], and returns it.
+// SyncMTU gives the device the MTU that the captured interfaces call for now, see [Config], and returns it. What waits at
+// [Kernel.Events] is taken.
 func (k *Kernel) SyncMTU() (mtu int, err error) {
-	if k.isClosed() {
+	if mtu, err = k.addrs.syncMTU(k); err != nil {
+		return 0, fmt.Errorf("tun: device %s: %w", k.cfg.Name, err)
+	}
+	return mtu, nil
+}
+
+func (w *Addresses) syncMTU(k *Kernel) (mtu int, err error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.h == nil {
 		return 0, os.ErrClosed
 	}
-	err = k.cfg.Netns.Do(func() error {
-		largest := 0
-		for _, i := range k.ifaces {
-			link, err := netlink.LinkByIndex(i.Index)
-			if errors.As(err, new(netlink.LinkNotFoundError)) {
-				continue
-			}
-			if err != nil {
-				return fmt.Errorf("tun: interface %s: %w", i.Name, err)
-			}
-			largest = max(largest, link.Attrs().MTU)
+	_ = w.refresh() // stale still
+	largest := 0
+	for _, i := range k.ifaces {
+		link, err := w.h.LinkByIndex(i.Index)
+		if errors.As(err, new(netlink.LinkNotFoundError)) {
+			continue
 		}
-		device, err := netlink.LinkByIndex(k.index)
 		if err != nil {
-			return fmt.Errorf("tun: device %s: %w", k.cfg.Name, err)
+			return 0, fmt.Errorf("interface %s: %w", i.Name, err)
 		}
-		mtu = device.Attrs().MTU
-		want := deviceMTU(&k.cfg, largest, k.HasIPv6())
-		if largest == 0 || mtu == want {
-			return nil
-		}
-		if err := netlink.LinkSetMTU(device, want); err != nil {
-			return fmt.Errorf("tun: device %s: mtu %d: %w", k.cfg.Name, want, err)
-		}
-		mtu = want
-		return nil
-	})
-	return mtu, err
+		largest = max(largest, link.Attrs().MTU)
+	}
+	device, err := w.h.LinkByIndex(k.index)
+	if err != nil {
+		return 0, err
+	}
+	mtu = device.Attrs().MTU
+	want := deviceMTU(&k.cfg, largest, k.HasIPv6())
+	if largest == 0 || mtu == want {
+		return mtu, nil
+	}
+	if err := w.h.LinkSetMTU(device, want); err != nil {
+		return 0, fmt.Errorf("mtu %d: %w", want, err)
+	}
+	return want, nil
+}
+
+// descriptor is that of the events.
+func (w *Addresses) descriptor() int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.h == nil {
+		return -1
+	}
+	return w.events
 }

@@ -2,14 +2,11 @@ package tun
 
 import (
 	"fmt"
-	"net/netip"
 	"os"
 	"slices"
 	"strings"
 
 	"github.com/google/nftables"
-	"github.com/vishvananda/netlink"
-	"golang.org/x/sys/unix"
 )
 
 // Redirected names the rules with which istio-cni leads a netns's traffic to listening ports: its nftables tables, or its chains
@@ -43,25 +40,4 @@ func Redirected(netns *Netns) (found string, err error) {
 		return "", fmt.Errorf("tun: netns %s: rules of istio-cni: %w", netns, err)
 	}
 	return found, nil
-}
-
-// Addresses are the global addresses of a netns, those of loopback aside.
-func Addresses(netns *Netns) (list []netip.Addr, err error) {
-	err = netns.Do(func() error {
-		found, err := netlink.AddrList(nil, netlink.FAMILY_ALL)
-		if err != nil {
-			return err
-		}
-		for _, f := range found {
-			a, ok := netip.AddrFromSlice(f.IP)
-			if ok && f.Scope == unix.RT_SCOPE_UNIVERSE && !a.IsLoopback() {
-				list = append(list, a.Unmap())
-			}
-		}
-		return nil
-	})
-	if err != nil {
-		return nil, fmt.Errorf("tun: netns %s: addresses: %w", netns, err)
-	}
-	return list, nil
 }

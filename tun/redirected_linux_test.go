@@ -62,13 +62,26 @@ func TestNetnsAddresses(t *testing.T) {
 		a := &netlink.Addr{IPNet: &net.IPNet{IP: net.IPv4(10, 99, 0, 1).To4(), Mask: net.CIDRMask(32, 32)}}
 		return netlink.AddrAdd(lo, a) // an address of the pod, on whichever interface
 	}))
-	got, err := Addresses(l.pod)
+	a, err := WatchAddresses(l.pod)
 	must(t, err)
+	defer func() { must(t, a.Close()) }()
+	got := a.List()
 	slices.SortFunc(got, netip.Addr.Compare)
-	if diff := cmp.Diff([]string{"10.77.0.10", "10.99.0.1", "169.254.9.9", "fd77::10"}, addrStrings(got)); diff != "" {
-		t.Errorf("Addresses (-want +got):\n%s", diff)
+	if diff := cmp.Diff([]string{"10.77.0.10", "10.99.0.1", "fd77::10"}, addrStrings(got)); diff != "" {
+		t.Errorf("List (-want +got):\n%s", diff)
 	}
-	if got, err := Addresses(newNetns(t)); len(got) > 0 || err != nil {
-		t.Errorf("Addresses of an empty netns = %v, %v, want none", got, err)
+	setAddr(t, l.pod, "10.78.0.10/24", true) // one that comes later
+	for addr, want := range map[string]bool{"10.77.0.10": true, "10.99.0.1": true, "169.254.9.9": true, "fd77::10": true, "10.78.0.10": true, "10.77.0.2": false} {
+		if got := a.Local(netip.MustParseAddr(addr)); got != want {
+			t.Errorf("Local(%s) = %v, want %v", addr, got, want)
+		}
+	}
+	empty, err := WatchAddresses(newNetns(t))
+	must(t, err)
+	if got := empty.List(); len(got) > 0 {
+		t.Errorf("List of an empty netns = %v, want none", got)
+	}
+	for range 2 {
+		must(t, empty.Close())
 	}
 }

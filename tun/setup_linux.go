@@ -39,7 +39,7 @@ type setup struct {
 	state    *state
 	before   []sysctl
 	markedBy string
-	watch    *addrWatch
+	watch    *Addresses
 }
 
 func (s *setup) has(family int) bool { return slices.Contains(s.families, family) }

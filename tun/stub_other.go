@@ -72,6 +72,9 @@ func (k *Kernel) Interfaces() []Interface { return nil }
 // Local returns false.
 func (k *Kernel) Local(netip.Addr) bool { return false }
 
+// Events returns -1.
+func (k *Kernel) Events() int { return -1 }
+
 // SyncMTU returns an error.
 func (k *Kernel) SyncMTU() (mtu int, err error) { return 0, errLinux }
 
@@ -105,5 +108,17 @@ func Leftovers(string) ([]Leftover, error) { return nil, errLinux }
 // Redirected returns an error.
 func Redirected(*Netns) (string, error) { return "", errLinux }
 
-// Addresses returns an error.
-func Addresses(*Netns) ([]netip.Addr, error) { return nil, errLinux }
+// Addresses are those of a netns.
+type Addresses struct{}
+
+// WatchAddresses returns an error.
+func WatchAddresses(*Netns) (*Addresses, error) { return nil, errLinux }
+
+// List returns nil.
+func (*Addresses) List() []netip.Addr { return nil }
+
+// Local returns false.
+func (*Addresses) Local(netip.Addr) bool { return false }
+
+// Close returns nil.
+func (*Addresses) Close() error { return nil }

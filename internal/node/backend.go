@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"net/netip"
 	"runtime"
-	"slices"
 
 	"ztun.dev/ztun/internal/config"
 	"ztun.dev/ztun/internal/underlay"
@@ -67,6 +66,7 @@ type tunBackend struct {
 	device *tun.Kernel
 	stack  *stack.Stack
 	icmp   *underlay.ICMPRelay
+	mtu    *mtuWatch
 }
 
 // openTUN captures the pod; handle makes the handler of its flows once the pod's addresses can be known. If it fails nothing is left,
@@ -89,7 +89,7 @@ func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay,
 	if err != nil {
 		return nil, err
 	}
-	n.withProcessors(func() {
+	n.withOneProcessor(func() {
 		b.stack, err = stack.New(stack.Config{
 			Device: lent{b.device}, Group: n.group, Handler: handler, Log: log, Limits: n.limits, MaxInFlight: int(n.cfg.MaxInFlightPerPod),
 			KeepaliveTime: n.keepaliveTime(), KeepaliveInterval: n.cfg.KeepaliveInterval, KeepaliveRetries: int(n.cfg.KeepaliveRetries),
@@ -107,16 +107,18 @@ func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay,
 			return nil, err
 		}
 	}
+	b.mtu = watchMTU(n.group, b.device, b.stack, log)
 	log.Info("pod captured", "device", tun.DefaultName, "addresses", b.device.Addrs(), "ingress_mark", b.device.MarkedBy())
 	return b, nil
 }
 
-// withProcessors calls f, which makes a netstack, while GOMAXPROCS is the number of workers: gVisor starts as many goroutines for
-// each stack, 3.2 KiB each, and has no option for it (measured: 59 KiB for a stack with 2, 245 KiB with 64).
-func (n *Node) withProcessors(f func()) {
+// withOneProcessor calls f, which makes a netstack, while GOMAXPROCS is 1: gVisor starts as many goroutines for each stack, 3.2 KiB
+// each, and has no option for it (measured: 59 KiB for a stack with 2, 245 KiB with 64). One is enough for the few segments that
+// the reader of the device does not process itself.
+func (n *Node) withOneProcessor(f func()) {
 	n.processors.Lock()
 	defer n.processors.Unlock()
-	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(n.workers))
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
 	f()
 }
 
@@ -132,6 +134,9 @@ func (b *tunBackend) found() bool { return b.device != nil && b.device.Adopted()
 func (b *tunBackend) close(ctx context.Context, release bool) (err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
 	defer cancel()
+	if b.mtu != nil {
+		b.mtu.close()
+	}
 	if b.icmp != nil {
 		err = b.icmp.Close(ctx)
 	}
@@ -155,30 +160,35 @@ type lent struct{ *tun.Kernel }
 func (lent) Close() error { return nil }
 
 // A redirectBackend is the listeners that istio-cni's rules lead to.
-type redirectBackend struct{ listeners *underlay.Redirect }
+type redirectBackend struct {
+	addrs     *tun.Addresses
+	listeners *underlay.Redirect
+}
 
-func (n *Node) openRedirect(spec *podSpec, u *underlay.Underlay, log *slog.Logger, handle func(local func(netip.Addr) bool) (stack.Handler, error)) (*redirectBackend, error) {
-	addrs, err := tun.Addresses(spec.netns)
+func (n *Node) openRedirect(spec *podSpec, u *underlay.Underlay, log *slog.Logger, handle func(local func(netip.Addr) bool) (stack.Handler, error)) (_ *redirectBackend, err error) {
+	b := new(redirectBackend)
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, b.close(context.Background(), false))
+		}
+	}()
+	if b.addrs, err = tun.WatchAddresses(spec.netns); err != nil {
+		return nil, err
+	}
+	handler, err := handle(b.addrs.Local)
 	if err != nil {
 		return nil, err
 	}
-	handler, err := handle(func(a netip.Addr) bool { return slices.Contains(addrs, a) })
+	ipv6 := n.cfg.IPv6Enabled && b.addrs.Local(netip.IPv6Loopback()) // which is there while IPv6 is on
+	b.listeners, err = u.ListenRedirect(underlay.RedirectConfig{Handler: handler, Limits: n.limits, MaxPending: int(n.cfg.MaxInFlightPerPod), IPv6: ipv6})
 	if err != nil {
 		return nil, err
 	}
-	hasIPv6 := false
-	for _, a := range addrs {
-		hasIPv6 = hasIPv6 || a.Is6()
-	}
-	l, err := u.ListenRedirect(underlay.RedirectConfig{Handler: handler, Limits: n.limits, MaxPending: int(n.cfg.MaxInFlightPerPod), IPv6: hasIPv6 && n.cfg.IPv6Enabled})
-	if err != nil {
+	if err := b.listeners.Start(); err != nil {
 		return nil, err
 	}
-	if err := l.Start(); err != nil {
-		return nil, errors.Join(err, l.Close(context.Background()))
-	}
-	log.Info("pod captured", "listeners", l.Addrs(), "addresses", addrs)
-	return &redirectBackend{l}, nil
+	log.Info("pod captured", "listeners", b.listeners.Addrs(), "addresses", b.addrs.List())
+	return b, nil
 }
 
 func (b *redirectBackend) serve(ctx context.Context) error {
@@ -194,4 +204,12 @@ func (b *redirectBackend) refusals() refusals {
 // found is false: the rules are istio-cni's, which keep the pod closed while nobody listens.
 func (b *redirectBackend) found() bool { return false }
 
-func (b *redirectBackend) close(ctx context.Context, _ bool) error { return b.listeners.Close(ctx) }
+func (b *redirectBackend) close(ctx context.Context, _ bool) (err error) {
+	if b.listeners != nil {
+		err = b.listeners.Close(ctx)
+	}
+	if b.addrs != nil {
+		err = errors.Join(err, b.addrs.Close())
+	}
+	return err
+}
