@@ -21,7 +21,11 @@ demo: build ## two nodes in network namespaces, an application across them (as r
 
 .PHONY: test
 test: ## all tests; those in network namespaces need root and are skipped without it
-	flock $(LOCK) $(GO) test -p 2 -shuffle=on ./...
+	flock $(LOCK) $(GO) test -json -p 2 -shuffle=on ./... | $(GO) run ./internal/scenarios $(SCENARIOS)
+
+.PHONY: scenarios
+scenarios: SCENARIOS = -list
+scenarios: test ## all tests, and by which of them each numbered scenario is shown
 
 .PHONY: race
 race: ## all tests with the race detector (needs gcc)

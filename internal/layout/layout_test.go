@@ -53,11 +53,12 @@ var table = []row{
 	}},
 	{"internal/demo", "the demonstration of the README", []string{"lab", "node", "ca", "config"}},
 	{"internal/benchnet", "what ztun costs, beside direct traffic and yardsticks", []string{"lab", "ca", "config", "node"}},
+	{"internal/scenarios", "which of the numbered scenarios the tests have shown", nil},
 	{"cmd/ztun", "the command line", []string{"config", "node", "admin", "workload", "demo", "ca"}},
 }
 
 // outside lists packages that may use any module: they are for trials and tests.
-var outside = []string{"internal/lab", "internal/ca", "internal/layout", "internal/benchnet"}
+var outside = []string{"internal/lab", "internal/ca", "internal/layout", "internal/benchnet", "internal/scenarios"}
 
 // behind says behind which packages a module stays, so that it can be replaced there. The longest prefix counts.
 var behind = map[string][]string{
