@@ -4,21 +4,24 @@ import (
 	"bufio"
 	"context"
 	"encoding/binary"
+	"errors"
 	"flag"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 )
 
-// ClientMain is the program in the pods that ask, where curl or iperf3 is missing:
+// ClientMain is the program in the pods that ask, where curl or iperf3 is missing or has no such thing:
 //
 //	demo-client [-4|-6] [-max-time 5s] get URL          writes the answer's body
-//	demo-client [-down] [-time 2s] load ADDRESS:PORT    writes the throughput in bits per second
+//	demo-client [-down] [-time 2s] [-streams 8] load ADDRESS:PORT    writes the throughput in bits per second
+//	demo-client [-time 1s] pingpong ADDRESS:PORT        writes median and 99th percentile of round trips in nanoseconds
 //
 // It returns an exit code.
 func ClientMain(args []string) int {
@@ -27,6 +30,7 @@ func ClientMain(args []string) int {
 	v6 := fs.Bool("6", false, "IPv6 only")
 	maxTime := fs.Duration("max-time", 5*time.Second, "of a request")
 	down := fs.Bool("down", false, "measure from the server to here")
+	streams := fs.Int("streams", 1, "connections of a measurement, up only")
 	duration := fs.Duration("time", DefaultMeasure, "of a measurement")
 	if err := fs.Parse(args); err != nil {
 		return 2
@@ -46,11 +50,16 @@ func ClientMain(args []string) int {
 		err = get(ctx, network, fs.Arg(1), os.Stdout)
 	case "load":
 		var bits float64
-		if bits, err = load(network, fs.Arg(1), *down, *duration); err == nil {
+		if bits, err = loads(network, fs.Arg(1), *down, *streams, *duration); err == nil {
 			fmt.Println(strconv.FormatFloat(bits, 'f', 0, 64))
 		}
+	case "pingpong":
+		var p50, p99 time.Duration
+		if p50, p99, err = pingPong(network, fs.Arg(1), *duration); err == nil {
+			fmt.Println(p50.Nanoseconds(), p99.Nanoseconds())
+		}
 	default:
-		fmt.Fprintln(os.Stderr, "demo-client: want get URL or load ADDRESS:PORT")
+		fmt.Fprintln(os.Stderr, "demo-client: want get URL, load ADDRESS:PORT or pingpong ADDRESS:PORT")
 		return 2
 	}
 	if err != nil {
@@ -80,6 +89,56 @@ func get(ctx context.Context, network, url string, w io.Writer) error {
 	}
 	_, err = io.Copy(w, resp.Body)
 	return err
+}
+
+// loads is load over several connections.
+func loads(network, addr string, down bool, streams int, d time.Duration) (sum float64, err error) {
+	type result struct {
+		bits float64
+		err  error
+	}
+	results := make(chan result)
+	for range streams {
+		go func() {
+			bits, err := load(network, addr, down, d)
+			results <- result{bits, err}
+		}()
+	}
+	for range streams {
+		r := <-results
+		sum += r.bits
+		err = errors.Join(err, r.err)
+	}
+	return sum, err
+}
+
+// pingPong measures round trips of a message on one connection.
+func pingPong(network, addr string, d time.Duration) (p50, p99 time.Duration, err error) {
+	c, err := net.DialTimeout(network, addr, 5*time.Second)
+	if err != nil {
+		return 0, 0, err
+	}
+	defer c.Close()
+	start := time.Now()
+	_ = c.SetDeadline(start.Add(d + 5*time.Second))
+	if _, err := c.Write([]byte{echo}); err != nil {
+		return 0, 0, err
+	}
+	var took []time.Duration
+	buf := make([]byte, ping)
+	for last := start; last.Sub(start) < d || len(took) == 0; {
+		if _, err := c.Write(buf); err != nil {
+			return 0, 0, err
+		}
+		if _, err := io.ReadFull(c, buf); err != nil {
+			return 0, 0, err
+		}
+		now := time.Now()
+		took = append(took, now.Sub(last))
+		last = now
+	}
+	slices.Sort(took)
+	return took[len(took)/2], took[len(took)*99/100], nil
 }
 
 // load measures throughput in bits per second. A peer that does not end in time is an error.

@@ -14,6 +14,8 @@ const (
 	service     = "web.shop.svc.cluster.local"
 	webPort     = 8080
 	sinkPort    = 5201 // iperf3's own
+	crowdPort   = 5202 // of the sink's own program: for the eight streams
+	echoPort    = 5203 // and, in another process, for the round trips beside them
 	policy      = "web-only-for-client"
 	spiffeStart = "spiffe://cluster.local/ns/" + namespace + "/sa/"
 	serviceURL  = "http://" + service + "/"

@@ -1,10 +1,12 @@
 package demo
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os/exec"
 	"strconv"
 	"strings"
@@ -121,6 +123,43 @@ func (p *programs) measure(ctx context.Context, host *lab.Host, addr string, dow
 		perr = fmt.Errorf("%w (%w)", perr, programError(err))
 	}
 	return bits / 1e6, perr
+}
+
+// crowd is how many connections are busy beside the round trips.
+const crowd = 8
+
+// pingPong measures round trips between a host and the sink at addr beside bulk connections. It is always ztun's own programs, each
+// in its own process, so that none waits for another's threads.
+func (p *programs) pingPong(ctx context.Context, host *lab.Host, addr netip.Addr, d time.Duration) (m PingPong, err error) {
+	ctx, cancel := context.WithTimeout(ctx, 2*d+15*time.Second)
+	defer cancel()
+	at := func(port uint16) string { return netip.AddrPortFrom(addr, port).String() }
+	var sent, said bytes.Buffer
+	bulk := host.Command(ctx, p.binary, "demo-client", "-time", (d + d/2).String(), "-streams", strconv.Itoa(crowd), "load", at(crowdPort))
+	bulk.Env, bulk.Stdout, bulk.Stderr = environment, &sent, &said
+	if err := bulk.Start(); err != nil {
+		return m, err
+	}
+	timer := time.NewTimer(d / 4) // until they are at full speed
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+	trips := host.Command(ctx, p.binary, "demo-client", "-time", d.String(), "pingpong", at(echoPort))
+	trips.Env = environment
+	out, tripsErr := trips.Output()
+	if tripsErr != nil {
+		tripsErr = programError(tripsErr)
+	}
+	if err := errors.Join(bulk.Wait(), tripsErr); err != nil {
+		return m, fmt.Errorf("%w; %s", err, strings.TrimSpace(said.String()))
+	}
+	var p50, p99 int64
+	if _, err := fmt.Sscan(string(out), &p50, &p99); err != nil {
+		return m, fmt.Errorf("round trips: %q: %w", out, err)
+	}
+	sum, err := strconv.ParseFloat(strings.TrimSpace(sent.String()), 64)
+	return PingPong{P50: float64(p50) / 1e6, P99: float64(p99) / 1e6, Streams: crowd, Bulk: sum / 1e6}, err
 }
 
 // iperf3Throughput is what the receiving side counted, in bits per second.

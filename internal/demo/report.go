@@ -43,6 +43,9 @@ type Report struct {
 	SpeedWith           Speed   `json:"throughput_with_ztun"`
 	SpeedWithout        Speed   `json:"throughput_without"`
 
+	PingPongWith    PingPong `json:"ping_pong_with_ztun"`
+	PingPongWithout PingPong `json:"ping_pong_without"`
+
 	Capture           string  `json:"capture"`           // backend, as the nodes say
 	HTTPClient        string  `json:"http_client"`       // curl, or ztun's own
 	ThroughputClient  string  `json:"throughput_client"` // iperf3, or ztun's own
@@ -66,6 +69,14 @@ type Wire struct {
 type Speed struct {
 	Up   float64 `json:"up_mbps"`
 	Down float64 `json:"down_mbps"`
+}
+
+// PingPong is what a round trip of 64 bytes takes while other connections of the same pod send at full speed, in milliseconds.
+type PingPong struct {
+	P50     float64 `json:"p50_ms"`
+	P99     float64 `json:"p99_ms"`
+	Streams int     `json:"streams"`      // beside it
+	Bulk    float64 `json:"streams_mbps"` // of all of them
 }
 
 // fail notes a fact that does not hold.
@@ -132,6 +143,9 @@ func (r *Report) finish() {
 		r.fail("throughput was not measured")
 	} else {
 		r.ThroughputRatio, r.ThroughputRatioDown = r.SpeedWith.Up/r.SpeedWithout.Up, r.SpeedWith.Down/r.SpeedWithout.Down
+	}
+	if r.PingPongWith.P50 == 0 || r.PingPongWithout.P50 == 0 {
+		r.fail("round trips beside other connections were not measured")
 	}
 	r.OK = len(r.Failures) == 0
 }

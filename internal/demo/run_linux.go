@@ -185,6 +185,8 @@ func (r *run) startServers(ctx context.Context) error {
 	}{
 		{web, r.hosts[web].Command(background, r.cfg.Binary, "demo-server", "-name", string(web), "-say", r.answered, "-listen", fmt.Sprint(":", webPort)), webPort},
 		{sink, r.programs.sinkCommand(background, r.hosts[sink]), sinkPort},
+		{sink, r.hosts[sink].Command(background, r.cfg.Binary, "demo-server", "-name", "crowd", "-sink", fmt.Sprint(":", crowdPort)), crowdPort},
+		{sink, r.hosts[sink].Command(background, r.cfg.Binary, "demo-server", "-name", "echo", "-sink", fmt.Sprint(":", echoPort)), echoPort},
 	}
 	for _, s := range servers {
 		var said lines
@@ -221,7 +223,10 @@ func (r *run) control(ctx context.Context) error {
 	if r.report.Without, r.report.ClearBytesWithout, err = counted(s); err != nil {
 		return err
 	}
-	r.report.SpeedWithout, err = r.speed(ctx)
+	if r.report.SpeedWithout, err = r.speed(ctx); err != nil {
+		return err
+	}
+	r.report.PingPongWithout, err = r.pingPong(ctx)
 	return err
 }
 
@@ -255,6 +260,15 @@ func (r *run) speed(ctx context.Context) (s Speed, err error) {
 		return s, fmt.Errorf("demo: throughput: %w", err)
 	}
 	return s, nil
+}
+
+// pingPong measures round trips beside bulk connections.
+func (r *run) pingPong(ctx context.Context) (PingPong, error) {
+	m, err := r.programs.pingPong(ctx, r.hosts[client], r.member(sink).Addrs[0], r.cfg.Measure/2)
+	if err != nil {
+		return m, fmt.Errorf("demo: round trips: %w", err)
+	}
+	return m, nil
 }
 
 // startNodes writes the configuration and starts a ztun for each node.
@@ -340,6 +354,13 @@ func (r *run) show(ctx context.Context) error {
 		r.report.fail("the measured connection: %v", err)
 	}
 	r.text.throughput(&r.report)
+	if r.report.PingPongWith, err = r.pingPong(ctx); err != nil {
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		r.report.fail("with ztun: %v", err)
+	}
+	r.text.pingPong(&r.report)
 	return nil
 }
 

@@ -24,7 +24,7 @@ func ServerMain(args []string) int {
 	name := fs.String("name", "server", "`name` to greet with")
 	say := fs.String("say", "", "`text` at the end of every answer")
 	httpAddr := fs.String("listen", "", "`address` to serve HTTP at")
-	sinkAddr := fs.String("sink", "", "`address` to measure throughput at")
+	sinkAddr := fs.String("sink", "", "`address` to measure throughput and round trips at")
 	if err := fs.Parse(args); err != nil {
 		return 2
 	}
@@ -82,13 +82,15 @@ func greeter(name, say string) http.Handler {
 	})
 }
 
-// The protocol of measurements: the client says upload or download in one byte. Uploads end with the client's FIN, and the
-// server answers with the number of bytes; downloads end when the client closes.
+// The protocol of measurements: the client says upload, download or echo in one byte. Uploads end with the client's FIN, and the
+// server answers with the number of bytes; downloads and echoes end when the client closes.
 const (
 	upload   = 'u'
 	download = 'd'
+	echo     = 'e'
 
 	chunk = 128 << 10 // bytes of one write: iperf3's default
+	ping  = 64        // bytes of a round trip, each way
 )
 
 func serveSink(ctx context.Context, ln net.Listener) error {
@@ -123,6 +125,16 @@ func measured(c net.Conn) {
 	case download:
 		buf := make([]byte, chunk)
 		for {
+			if _, err := c.Write(buf); err != nil {
+				return
+			}
+		}
+	case echo:
+		buf := make([]byte, ping)
+		for {
+			if _, err := io.ReadFull(c, buf); err != nil {
+				return
+			}
 			if _, err := c.Write(buf); err != nil {
 				return
 			}

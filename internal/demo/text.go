@@ -71,6 +71,25 @@ func (p *printer) throughput(r *Report) {
 	}
 }
 
+func (p *printer) pingPong(r *Report) {
+	p.heading(fmt.Sprintf("a round trip of 64 bytes beside %d connections of the same pod at full speed", r.PingPongWithout.Streams),
+		"one busy connection must not delay a quiet one")
+	p.printf("         %-13s %14s %14s %24s\n", "", "median", "99 % within", "the others meanwhile")
+	row := func(name string, m PingPong) {
+		p.printf("         %-13s %14s %14s %24s\n", name, millis(m.P50), millis(m.P99), bits(m.Bulk))
+	}
+	row("without ztun", r.PingPongWithout)
+	row("with ztun", r.PingPongWith)
+}
+
+// millis is a time for people.
+func millis(ms float64) string {
+	if ms == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%.2f ms", ms)
+}
+
 func (p *printer) closing(r *Report) {
 	if r.OK {
 		p.printf("\nEverything holds, after %.1f s.\n", r.DurationSeconds)

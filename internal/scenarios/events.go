@@ -50,14 +50,14 @@ func read(r io.Reader, out io.Writer) (*results, error) {
 		line := in.Bytes()
 		var e event
 		if len(line) == 0 || line[0] != '{' || json.Unmarshal(line, &e) != nil {
-			fmt.Fprintf(out, "%s\n", line) // of go itself
+			_, _ = fmt.Fprintf(out, "%s\n", line) // of go itself
 			continue
 		}
 		top, _, _ := strings.Cut(e.Test, "/")
 		key := e.Package + "\x00" + top // subtests are shown with their test
 		switch e.Action {
 		case "build-output":
-			fmt.Fprint(out, e.Output)
+			_, _ = fmt.Fprint(out, e.Output)
 		case "build-fail":
 			res.failed = append(res.failed, e.ImportPath)
 		case "output":
@@ -81,7 +81,7 @@ func read(r io.Reader, out io.Writer) (*results, error) {
 				continue
 			}
 			if b := output[key]; b != nil && (e.Test == "" || e.Action == "fail") {
-				fmt.Fprint(out, b.String())
+				_, _ = fmt.Fprint(out, b.String())
 			}
 			delete(output, key)
 			if e.Test == "" {

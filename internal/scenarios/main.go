@@ -26,17 +26,17 @@ func run(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	}
 	plan, err := load(filepath.Join(*dir, "scenarios.yaml"), filepath.Join(*dir, "untested.yaml"))
 	if err != nil {
-		fmt.Fprintln(stderr, "scenarios:", err)
+		_, _ = fmt.Fprintln(stderr, "scenarios:", err)
 		return 2
 	}
 	res, err := read(stdin, stdout)
 	if err != nil {
-		fmt.Fprintln(stderr, "scenarios:", err)
+		_, _ = fmt.Fprintln(stderr, "scenarios:", err)
 		return 1
 	}
 	ok := plan.report(stdout, res.passed, *list)
 	for _, f := range res.failed {
-		fmt.Fprintln(stderr, "scenarios: failed:", f)
+		_, _ = fmt.Fprintln(stderr, "scenarios: failed:", f)
 	}
 	if !ok || len(res.failed) > 0 {
 		return 1

@@ -118,8 +118,8 @@ func ranges(s string) (list []int, err error) {
 }
 
 // report prints the table and reports whether nothing is missing.
-func (p *plan) report(w io.Writer, passed map[string][]string, all bool) bool {
-	ok := true
+func (p *plan) report(out io.Writer, passed map[string][]string, all bool) bool {
+	ok, w := true, new(strings.Builder)
 	fmt.Fprintln(w, "\nScenarios shown by tests that passed:")
 	for i := range p.areas {
 		a := &p.areas[i]
@@ -162,5 +162,6 @@ func (p *plan) report(w io.Writer, passed map[string][]string, all bool) bool {
 			fmt.Fprintf(w, "     tested although testdata/untested.yaml has a reason why not: %s\n", strings.Join(stale, " "))
 		}
 	}
-	return ok
+	_, err := io.WriteString(out, w.String())
+	return ok && err == nil
 }
