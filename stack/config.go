@@ -33,6 +33,8 @@ type Config struct {
 	Handler Handler      // decides what becomes of flows
 	Log     *slog.Logger // what an operator can change: limits that were reached. nil: nothing is logged
 
+	Budget *loop.Budget // of the process's memory for connections; nil: none
+
 	MaxInFlight int     // SYNs without an answer or in a handshake; at the limit the oldest is given up. 0 means 2048
 	Limits      *Limits // shared by the stacks of the process; nil: limits of its own
 

@@ -25,10 +25,10 @@ const (
 	// maxRetries limits unanswered zero-window probes; retransmissions end with the user timeout.
 	maxRetries = 8
 
-	// Buffers, each way. 256 KiB / 1 MiB costs 5-10 % of throughput, 4 / 8 MiB gains nothing (measured).
-	bufferMin     = 4 << 10
-	bufferDefault = 1 << 20
-	bufferMax     = 4 << 20
+	// bufferSize is that of the buffers each way, and bufferShort that while the process's memory is full. 256 KiB costs 5-10 % of
+	// throughput, 4 MiB gains nothing (measured). What may wait in one to be read is half of it, the netstack's allowance for overhead.
+	bufferSize  = 1 << 20
+	bufferShort = loop.TightBytes
 )
 
 // setOptions sets what an endpoint does not have from the stack.
@@ -58,6 +58,14 @@ type conn struct {
 
 	ref atomic.Pointer[loop.Ref] // whom the netstack's goroutines wake
 
+	census  *census
+	touched atomic.Bool  // the census will look at it
+	atFIN   atomic.Int64 // bytes that waited to be acknowledged when the FIN was queued behind them; -1: it was not
+
+	// Of the census.
+	counted int  // bytes that it holds, as they were counted
+	short   bool // its buffers are bufferShort
+
 	// Of the loop.
 	attached bool // entry is registered
 	finSent  bool
@@ -76,14 +84,17 @@ var (
 	_ waiter.EventListener = (*conn)(nil)
 )
 
-func newConn(ep tcpip.Endpoint, queue *waiter.Queue, flow Flow, feeder *loop.Ref) *conn {
-	c := &conn{ep: ep, queue: queue, local: flow.Dst, remote: flow.Src, feeder: feeder}
+func newConn(s *Stack, ep tcpip.Endpoint, queue *waiter.Queue, flow Flow) *conn {
+	c := &conn{ep: ep, queue: queue, local: flow.Dst, remote: flow.Src, feeder: s.reader.Load(), census: &s.census}
+	c.atFIN.Store(-1)
+	c.resize(s.cfg.Budget.Level())
 	c.entry.Init(c, waiter.ReadableEvents|waiter.WritableEvents|waiter.EventRdHUp|waiter.EventHUp|waiter.EventErr)
 	return c
 }
 
 // NotifyEvent implements waiter.EventListener. The queue's lock is held, and perhaps the endpoint's.
 func (c *conn) NotifyEvent(waiter.EventMask) {
+	c.touch()
 	if r := c.ref.Load(); r != nil {
 		r.Wake()
 	}
@@ -103,6 +114,7 @@ func (c *conn) Attach(r *loop.Ref) error {
 		c.attached = true
 		c.queue.EventRegister(&c.entry)
 	}
+	c.touch() // for what came before
 	r.Wake()
 	return nil
 }
@@ -173,6 +185,7 @@ func (c *conn) TryWrite(p []byte) (int, error) {
 	c.reader.Reset(p)
 	n, err := c.ep.Write(&c.reader, tcpip.WriteOptions{Atomic: true})
 	c.reader.Reset(nil)
+	c.touch()
 	if err != nil {
 		return 0, c.failure(err)
 	}
@@ -237,6 +250,7 @@ func (c *conn) CloseWrite() error {
 	if c.finSent {
 		return nil
 	}
+	c.beforeFIN()
 	if err := c.ep.Shutdown(tcpip.ShutdownWrite); err != nil {
 		return c.failure(err)
 	}
@@ -267,6 +281,9 @@ func (c *conn) Close() error {
 		if _, err := c.ep.Read(io.Discard, tcpip.ReadOptions{}); err != nil {
 			break
 		}
+	}
+	if !c.finSent {
+		c.beforeFIN()
 	}
 	c.ep.Close()
 	return nil

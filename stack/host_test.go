@@ -209,6 +209,12 @@ func pipe() (*tun.PipeEnd, *tun.PipeEnd) { return tun.Pipe() }
 
 func newLive(t testing.TB, kind string) *live {
 	t.Helper()
+	return newLiveWith(t, kind, nil)
+}
+
+// newLiveWith is newLive with a Budget.
+func newLiveWith(t testing.TB, kind string, budget *loop.Budget) *live {
+	t.Helper()
 	near, far := devices[kind](t)
 	g, err := loop.New(loop.Config{Now: time.Now})
 	if err != nil {
@@ -216,7 +222,7 @@ func newLive(t testing.TB, kind string) *live {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	l := &live{TB: t, g: g, ctx: ctx, port: 40000, reqs: make(chan TCPRequest, 16)}
-	l.s, err = New(Config{Device: near, Group: g, Handler: l})
+	l.s, err = New(Config{Device: near, Group: g, Handler: l, Budget: budget})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -395,7 +395,7 @@ func (s *Stack) serveHandshake(fr *tcp.ForwarderRequest) {
 		return
 	}
 	s.setOptions(ep)
-	s.table.handshakeDone(r, newConn(ep, queue, flow, s.reader.Load()), nil)
+	s.table.handshakeDone(r, newConn(s, ep, queue, flow), nil)
 }
 
 // handshakeDone settles the request of a handshake, unless that was given up, and starts the flow's next one.

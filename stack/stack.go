@@ -35,8 +35,9 @@ type Stack struct {
 	clock *loopClock // nil: the runtime's timers
 	count counters
 
-	table table // unanswered SYNs
-	batch batch // of the reader's loop
+	table  table // unanswered SYNs
+	batch  batch // of the reader's loop
+	census census
 
 	reader atomic.Pointer[loop.Ref] // of the latest Read
 
@@ -61,6 +62,7 @@ func New(cfg Config) (*Stack, error) {
 	s := &Stack{cfg: cfg}
 	s.table.init(s)
 	s.batch.s = s
+	s.census.init(cfg.Group, cfg.Budget)
 	s.link = newLink(cfg.Device, mtu, &s.count)
 	opts := stack.Options{
 		NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol, ipv6.NewProtocol},
@@ -100,14 +102,14 @@ func (s *Stack) SetMTU(mtu int) error {
 // configure sets the options of the netstack.
 func (s *Stack) configure() error {
 	var (
-		recovery = tcpip.TCPRecovery(0)                       // RACK: 6-586 false retransmissions in loss-free runs (measured)
-		sack     = tcpip.TCPSACKEnabled(true)                 //
-		moderate = tcpip.TCPModerateReceiveBufferOption(true) // the receive window grows with the reader
+		recovery = tcpip.TCPRecovery(0)       // RACK: 6-586 false retransmissions in loss-free runs (measured)
+		sack     = tcpip.TCPSACKEnabled(true) //
+		moderate = tcpip.TCPModerateReceiveBufferOption(false)
 		timeWait = tcpip.TCPTimeWaitTimeoutOption(timeWait)
 		finWait2 = tcpip.TCPLingerTimeoutOption(finWait2)
 		retries  = tcpip.TCPMaxRetriesOption(maxRetries)
-		receive  = tcpip.TCPReceiveBufferSizeRangeOption{Min: bufferMin, Default: bufferDefault, Max: bufferMax}
-		send     = tcpip.TCPSendBufferSizeRangeOption{Min: bufferMin, Default: bufferDefault, Max: bufferMax}
+		receive  = tcpip.TCPReceiveBufferSizeRangeOption{Min: bufferShort, Default: bufferSize, Max: bufferSize}
+		send     = tcpip.TCPSendBufferSizeRangeOption{Min: bufferShort, Default: bufferSize, Max: bufferSize}
 	)
 	for _, o := range []tcpip.SettableTransportProtocolOption{
 		&recovery, &sack, &moderate, &timeWait, &finWait2, &retries, &receive, &send,
@@ -190,6 +192,7 @@ func (s *Stack) Close() error {
 	s.life.Unlock()
 	s.table.close()
 	s.closeNet()
+	s.census.close()
 	if err := s.cfg.Device.Close(); err != nil {
 		return fmt.Errorf("stack: close the device: %w", err)
 	}
