@@ -142,6 +142,7 @@ type fakeStream struct {
 func (s fakeStream) Ref() *loop.Ref          { return s.ref }
 func (s fakeStream) Peer() workload.Identity { return workload.Identity{} }
 func (s fakeStream) Response() hbone.Headers { return hbone.Headers{} }
+func (s fakeStream) Check() error            { return s.Conn.(loop.Checked).Check() }
 
 type tunnelTask struct{ r *loop.Ref }
 

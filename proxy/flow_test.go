@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -60,6 +61,45 @@ func TestOutboundConnectsFirstAndAnswersThen(t *testing.T) {
 				t.Errorf("access log %q, want one line with %q", got, tt.line)
 			}
 		})
+	}
+}
+
+// TestResetWhileNothingMoves: a reset reaches the other side although that takes nothing, and so nothing is read of what came before.
+func TestResetWhileNothingMoves(t *testing.T) {
+	for _, tt := range []struct{ name, target string }{
+		{"DP-127 outside the mesh", "1.2.3.4:80"},
+		{"DP-127 through the mesh", "10.96.0.10:80"},
+	} {
+		for _, first := range []string{"application", "server"} {
+			t.Run(tt.name+", by the "+first, func(t *testing.T) {
+				b := newBench(t, newMesh())
+				req := request(tt.target)
+				b.ServeTCP(t.Context(), req)
+				b.Settle()
+				far := slices.Concat(b.net.far, b.tunnel.far)
+				from, to := req.app, far[0]
+				if first == "server" {
+					from, to = to, from
+				}
+				for {
+					_, err := from.TryWrite(make([]byte, 100_000))
+					if errors.Is(err, loop.ErrAgain) {
+						break
+					} else if err != nil {
+						t.Fatal(err)
+					}
+					b.Settle()
+				}
+				from.Reset()
+				b.Settle()
+				if _, err := to.TryWrite([]byte("x")); !errors.Is(err, loop.ErrReset) {
+					t.Errorf("the other side is not reset: %v", err)
+				}
+				if n := len(openConns(b)); n != 0 {
+					t.Errorf("%d connections are open", n)
+				}
+			})
+		}
 	}
 }
 

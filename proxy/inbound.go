@@ -157,7 +157,7 @@ func (p *Proxy) ServeConnect(ctx context.Context, r *hbone.Request) {
 		rec.Finish(err)
 		return
 	}
-	err = r.Accept(hbone.Headers{Baggage: baggage(self)}, func(s hbone.Stream) { relayStream(s, s, app, rec) })
+	err = r.Accept(hbone.Headers{Baggage: baggage(self)}, func(s hbone.Stream) { p.relayStream(s, s, app, rec) })
 	if err != nil {
 		app.Reset()
 		rec.Finish(err)

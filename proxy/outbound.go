@@ -97,14 +97,14 @@ func (p *Proxy) establish(ctx context.Context, req stack.TCPRequest, upstream lo
 	}
 	stream, ok := upstream.(hbone.Stream)
 	if !ok {
-		if p.cfg.Group.Add(startRelay(app, upstream, rec)) == nil {
+		if p.cfg.Group.Add(startRelay(app, upstream, rec, p.cfg.Budget)) == nil {
 			app.Reset()
 			upstream.Reset()
 			rec.Finish(loop.ErrStopped)
 		}
 		return
 	}
-	if !stream.Ref().Post(func() { relayStream(stream, app, stream, rec) }) {
+	if !stream.Ref().Post(func() { p.relayStream(stream, app, stream, rec) }) {
 		app.Reset()
 		rec.Finish(errTunnelLost)
 	}
@@ -114,14 +114,14 @@ func (p *Proxy) establish(ctx context.Context, req stack.TCPRequest, upstream lo
 var errTunnelLost = errors.New("the tunnel was lost before the connection was established")
 
 // relayStream begins the relay of a stream, on the loop of its tunnel.
-func relayStream(stream hbone.Stream, downstream, upstream loop.Conn, rec *telemetry.Conn) {
+func (p *Proxy) relayStream(stream hbone.Stream, downstream, upstream loop.Conn, rec *telemetry.Conn) {
 	if stream.Ref().Removed() {
 		downstream.Reset()
 		upstream.Reset()
 		rec.Finish(errTunnelLost)
 		return
 	}
-	stream.Ref().Child(startRelay(downstream, upstream, rec))
+	stream.Ref().Child(startRelay(downstream, upstream, rec, p.cfg.Budget))
 }
 
 // resetUnattached resets a Conn that no task has yet: a stream on the loop of its tunnel, any other at once.

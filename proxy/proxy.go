@@ -49,6 +49,7 @@ type Config struct {
 	DNS      DNS
 	Records  *telemetry.Recorder
 	Group    *loop.Group
+	Budget   *loop.Budget  // of the process's memory for connections; nil: none
 	Rand     func() uint64 // safe for concurrent use
 	Log      *slog.Logger
 

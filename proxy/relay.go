@@ -19,12 +19,19 @@ type Relay struct {
 	up   half // from downstream, which opened the connection, to upstream
 	down half
 	done bool
+
+	account loop.Account // what was read and did not fit
 }
+
+// readAhead is how much a relay reads, in bytes, before it knows whether that fits, while the process's memory is full. A read of
+// less would cost more than it holds.
+const readAhead = 16 << 10
 
 // A half is one direction.
 type half struct {
 	name     string
 	src, dst loop.Conn
+	checked  loop.Checked   // src, if it can be asked
 	sender   loop.Sender    // src, if it can write from its own memory
 	receiver hbone.Receiver // dst, if it can be read into
 	count    *atomic.Uint64
@@ -33,10 +40,10 @@ type half struct {
 }
 
 // startRelay returns what begins a Relay on the loop of its Ref, or as the child of a tunnel. The Relay owns both Conns.
-func startRelay(downstream, upstream loop.Conn, rec *telemetry.Conn) func(r *loop.Ref) loop.Task {
+func startRelay(downstream, upstream loop.Conn, rec *telemetry.Conn, budget *loop.Budget) func(r *loop.Ref) loop.Task {
 	return func(r *loop.Ref) loop.Task {
 		y := &Relay{
-			ref: r, rec: rec,
+			ref: r, rec: rec, account: loop.NewAccount(budget),
 			up:   newHalf("send", downstream, upstream, &rec.Received),
 			down: newHalf("receive", upstream, downstream, &rec.Sent),
 		}
@@ -58,6 +65,7 @@ func startRelay(downstream, upstream loop.Conn, rec *telemetry.Conn) func(r *loo
 
 func newHalf(name string, src, dst loop.Conn, count *atomic.Uint64) half {
 	h := half{name: name, src: src, dst: dst, count: count}
+	h.checked, _ = src.(loop.Checked)
 	h.sender, _ = src.(loop.Sender)
 	h.receiver, _ = dst.(hbone.Receiver)
 	return h
@@ -70,9 +78,14 @@ func (y *Relay) Turn(budget int) bool {
 	if y.done {
 		return false
 	}
-	upMore, upErr := y.up.pump(y.ref, budget)
+	ahead := budget
+	if y.account.Level() == loop.Full {
+		ahead = readAhead
+	}
+	upMore, upErr := y.up.pump(y.ref, budget, ahead)
 	// The other direction goes on even if this one broke: an answer that has arrived is delivered before the reset.
-	downMore, downErr := y.down.pump(y.ref, budget)
+	downMore, downErr := y.down.pump(y.ref, budget, ahead)
+	y.account.Set(len(y.up.left) + len(y.down.left))
 	switch {
 	case upErr != nil:
 		y.abort(upErr)
@@ -96,6 +109,7 @@ func (y *Relay) abort(cause error) {
 		return
 	}
 	y.done = true
+	y.account.Set(0)
 	y.up.src.Reset()
 	y.up.dst.Reset()
 	if errors.Is(cause, loop.ErrReset) {
@@ -105,20 +119,21 @@ func (y *Relay) abort(cause error) {
 	y.ref.Remove()
 }
 
-// pump moves up to about budget bytes and reports whether there may be more to move without waiting.
-func (h *half) pump(r *loop.Ref, budget int) (more bool, err error) {
+// pump moves up to about budget bytes and reports whether there may be more to move without waiting. It reads at most ahead bytes
+// for which there is perhaps no room.
+func (h *half) pump(r *loop.Ref, budget, ahead int) (more bool, err error) {
 	if h.ended {
 		return false, h.lost(r)
 	}
 	for budget > 0 && !h.ended {
-		n, err := h.step(r, budget)
+		n, err := h.step(r, budget, ahead)
 		budget -= n
 		h.count.Add(uint64(n))
 		r.Moved(n)
 		switch err {
 		case nil:
 		case loop.ErrAgain:
-			return false, nil
+			return false, h.broken()
 		case io.EOF:
 			h.ended = true
 			if err := h.dst.CloseWrite(); err != nil {
@@ -129,6 +144,17 @@ func (h *half) pump(r *loop.Ref, budget int) (more bool, err error) {
 		}
 	}
 	return !h.ended, nil
+}
+
+// broken looks whether src was reset, although dst takes nothing that could be read of it.
+func (h *half) broken() error {
+	if h.checked == nil {
+		return nil
+	}
+	if err := h.checked.Check(); err != nil {
+		return fmt.Errorf("%s: %w", h.name, err)
+	}
+	return nil
 }
 
 // lost looks whether a side that has sent its FIN was reset since: while the other direction is idle, nothing else would tell.
@@ -142,7 +168,7 @@ func (h *half) lost(r *loop.Ref) error {
 
 // step moves bytes once, by the shortest way that the two ends have. It counts what dst took. io.EOF is src's; ErrAgain may
 // be of either end, and both wake the relay.
-func (h *half) step(r *loop.Ref, limit int) (int, error) {
+func (h *half) step(r *loop.Ref, limit, ahead int) (int, error) {
 	switch {
 	case len(h.left) > 0:
 		n, err := h.dst.TryWrite(h.left)
@@ -161,7 +187,7 @@ func (h *half) step(r *loop.Ref, limit int) (int, error) {
 		return h.sender.TryWriteTo(h.dst, limit)
 	}
 	p := r.Scratch()
-	n, err := h.src.TryRead(p[:min(limit, len(p))])
+	n, err := h.src.TryRead(p[:min(limit, ahead, len(p))])
 	if err != nil {
 		return 0, err
 	}

@@ -81,6 +81,8 @@ var (
 	_ loop.Sender = (*conn)(nil)
 	_ loop.Fed    = (*conn)(nil)
 
+	_ loop.Checked = (*conn)(nil)
+
 	_ waiter.EventListener = (*conn)(nil)
 )
 
@@ -148,14 +150,24 @@ func (c *conn) readError(err tcpip.Error) error {
 	if _, ok := err.(*tcpip.ErrClosedForReceive); !ok {
 		return c.failure(err)
 	}
+	if err := c.Check(); err != nil {
+		return err
+	}
+	return io.EOF
+}
+
+// Check implements loop.Checked.
+func (c *conn) Check() error {
 	switch state := tcp.EndpointState(c.ep.State()); {
+	case c.released:
+		return loop.ErrReset
 	case c.broken != nil:
 		return c.broken
 	case state == tcp.StateError, state == tcp.StateClose && !c.finSent:
 		// After the application's FIN its RST closes the endpoint; else only our own FIN does.
 		return loop.ErrReset
 	}
-	return io.EOF
+	return nil
 }
 
 // failure is goError that keeps an error for later calls: the netstack tells it once.

@@ -195,6 +195,21 @@ func TestReset(t *testing.T) {
 			}
 		}
 	})
+	t.Run("of the application is seen although nothing is read", func(t *testing.T) {
+		r := newRig(t, nil)
+		conn, seq := r.handshake(flow4, 1000)
+		defer conn.Close()
+		c := conn.(loop.Checked)
+		r.send(segment{flow: flow4, seq: 1001, ack: seq, flags: flagACK | flagPSH, data: []byte("unread")}.packet())
+		if err := c.Check(); err != nil {
+			t.Errorf("Check = %v before the reset", err)
+		}
+		r.send(segment{flow: flow4, seq: 1007, ack: seq, flags: flagRST}.packet())
+		r.until("the endpoint is reset", func() bool { return c.Check() != nil })
+		if err := c.Check(); !errors.Is(err, loop.ErrReset) {
+			t.Errorf("Check = %v, want %v", err, loop.ErrReset)
+		}
+	})
 	t.Run("after the application's FIN", func(t *testing.T) {
 		r := newRig(t, nil)
 		c, seq := r.handshake(flow4, 1000)

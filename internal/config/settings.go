@@ -205,7 +205,7 @@ var settings = []setting{
 
 	{"ZTUN_MAX_IN_FLIGHT", "maxInFlight", "8192", "unanswered SYNs of the process", func(c *Config) value { return uint32In(&c.MaxInFlight, 1, math.MaxInt32) }, 0, ""},
 	{"ZTUN_MAX_IN_FLIGHT_PER_POD", "maxInFlightPerPod", "2048", "unanswered SYNs of one pod", func(c *Config) value { return uint32In(&c.MaxInFlightPerPod, 1, math.MaxInt32) }, 0, ""},
-	{"ZTUN_BUFFER_LIMIT", "bufferLimit", "256MiB", "bytes of all connections that wait in this process", func(c *Config) value { return size64(&c.BufferLimitBytes, 1<<20, math.MaxInt64) }, unused, ""},
+	{"ZTUN_BUFFER_LIMIT", "bufferLimit", "256MiB", "bytes of all connections that wait in this process; from half of it on senders are slowed down", func(c *Config) value { return size64(&c.BufferLimitBytes, 1<<20, math.MaxInt64) }, 0, ""},
 
 	{"ZTUN_XDS_INITIAL_VERSIONS_BYTES", "xdsInitialVersionsBytes", "3584KiB", "size of the list of versions that a new control plane connection begins with", func(c *Config) value { return size64(&c.XDSInitialVersionsBytes, 0, math.MaxInt32) }, unused, ""},
 	{"ZTUN_XDS_ON_DEMAND_TIMEOUT", "xdsOnDemandTimeout", "2s", "wait for what was asked on demand", func(c *Config) value { return positive(&c.XDSOnDemandTimeout) }, unused, ""},

@@ -49,6 +49,7 @@ var (
 	_ Stream        = (*stream)(nil)
 	_ loop.Vectored = (*stream)(nil)
 	_ loop.Sender   = (*stream)(nil)
+	_ loop.Checked  = (*stream)(nil)
 	_ Receiver      = (*stream)(nil)
 )
 
@@ -137,6 +138,14 @@ func (s *stream) TryReadv(bufs [][]byte) (int, error) {
 		total += n
 	}
 	return total, nil
+}
+
+// Check implements loop.Checked.
+func (s *stream) Check() error {
+	if s.unreadable() {
+		return loop.ErrReset
+	}
+	return nil
 }
 
 // TryWriteTo implements loop.Sender: what arrived in this turn goes to dst from where it was decrypted.

@@ -66,6 +66,13 @@ type Sender interface {
 	TryWriteTo(dst Conn, max int) (int, error)
 }
 
+// Checked is implemented by Conns that tell whether they broke without being read: a relay that cannot write on what it would
+// read has no other way to learn that its sender has gone. Bytes that were not read are lost then, as those of a TCP connection
+// that was reset.
+type Checked interface {
+	Check() error // nil, or the error that TryRead returns in the end
+}
+
 // Fed is implemented by Conns whose bytes come from a task: what moves them on is best beside it (Ref.Beside).
 type Fed interface {
 	Feeder() *Ref // nil: none

@@ -59,6 +59,16 @@ func (e *pipeEnd) TryRead(p []byte) (int, error) {
 	return 0, ErrAgain
 }
 
+// Check implements Checked.
+func (e *pipeEnd) Check() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.reset || e.closed {
+		return ErrReset
+	}
+	return nil
+}
+
 func (e *pipeEnd) TryWrite(p []byte) (int, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

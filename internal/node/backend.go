@@ -91,7 +91,7 @@ func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay,
 	}
 	n.withOneProcessor(func() {
 		b.stack, err = stack.New(stack.Config{
-			Device: lent{b.device}, Group: n.group, Handler: handler, Log: log, Limits: n.limits, MaxInFlight: int(n.cfg.MaxInFlightPerPod),
+			Device: lent{b.device}, Group: n.group, Handler: handler, Log: log, Limits: n.limits, MaxInFlight: int(n.cfg.MaxInFlightPerPod), Budget: n.budget,
 			KeepaliveTime: n.keepaliveTime(), KeepaliveInterval: n.cfg.KeepaliveInterval, KeepaliveRetries: int(n.cfg.KeepaliveRetries),
 			UserTimeout: -1, // it would cut an application that stops reading for a while
 		})

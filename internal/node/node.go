@@ -51,6 +51,7 @@ type Node struct {
 	identities *identity.Manager
 	limits     *stack.Limits // unanswered SYNs
 	questions  *stack.Limits // DNS
+	budget     *loop.Budget  // bytes that connections hold
 	marks      tun.Marks
 	stateDir   string
 	generation uint64
@@ -114,7 +115,8 @@ func Run(ctx context.Context, cfg *config.Config, o Options) error {
 func build(cfg *config.Config, o Options) (*Node, error) {
 	n := &Node{
 		cfg: cfg, rand: rand.Uint64, failOpenRoute: o.FailOpenRoute, noICMPRelay: o.NoICMPRelay,
-		generation: uint64(time.Now().UnixNano()), limits: stack.NewLimits(int(cfg.MaxInFlight)), questions: stack.NewLimits(maxQuestions), workers: cfg.WorkerThreads.Count(runtime.NumCPU()),
+		generation: uint64(time.Now().UnixNano()), limits: stack.NewLimits(int(cfg.MaxInFlight)), questions: stack.NewLimits(maxQuestions), budget: loop.NewBudget(int64(cfg.BufferLimitBytes)),
+		workers: cfg.WorkerThreads.Count(runtime.NumCPU()),
 	}
 	if err := n.observe(o); err != nil {
 		return nil, err

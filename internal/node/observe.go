@@ -142,19 +142,21 @@ func newMetrics(r prometheus.Registerer, n *Node) *metrics {
 		refused: prometheus.NewDesc("ztun_flows_refused_total", "Flows that a limit refused, by reason.", []string{"reason"}, nil),
 		pending: prometheus.NewDesc("ztun_flows_in_flight", "Flows that have no answer yet.", nil, nil),
 		pool:    prometheus.NewDesc("ztun_tunnels", "HBONE tunnels, by direction.", []string{"direction"}, nil),
+		held:    prometheus.NewDesc("ztun_buffered_bytes", "Bytes of connections that wait in this process.", nil, nil),
+		full:    prometheus.NewDesc("ztun_buffer_limit_reached_total", "How often so many bytes waited that no more were taken ahead.", nil, nil),
 	})
 	return m
 }
 
 // A collector reads what the pods count.
 type collector struct {
-	n                            *Node
-	pods, refused, pending, pool *prometheus.Desc
+	n                                        *Node
+	pods, refused, pending, pool, held, full *prometheus.Desc
 }
 
 // Describe implements prometheus.Collector.
 func (c *collector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.pods, c.refused, c.pending, c.pool} {
+	for _, d := range []*prometheus.Desc{c.pods, c.refused, c.pending, c.pool, c.held, c.full} {
 		ch <- d
 	}
 }
@@ -189,6 +191,8 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		gauge(c.pods, v, k.state, k.capture)
 	}
 	gauge(c.pending, c.n.limits.InFlight())
+	gauge(c.held, int(c.n.budget.Held()))
+	ch <- prometheus.MustNewConstMetric(c.full, prometheus.CounterValue, float64(c.n.budget.TimesFull()))
 	gauge(c.pool, in, "inbound")
 	gauge(c.pool, out, "outbound")
 	for reason, v := range map[string]uint64{"pod_limit": sum.evicted, "process_limit": sum.limited, "dns_limit": questions, "not_of_the_pod": strays} {

@@ -166,7 +166,7 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, l
 	l.pool, err = hbone.NewPool(hbone.PoolConfig{
 		Group: n.group, Dialer: peers{u}, TLS: n.clientTLS(self), Log: l.log, Settings: settings,
 		MaxAge: n.cfg.MaxConnectionAge, MaxStreams: int(n.cfg.PoolMaxStreams), IdleRelease: n.cfg.PoolUnusedRelease,
-		ConnectTimeout: n.cfg.ConnectTimeout, HandshakeTimeout: n.cfg.HandshakeTimeout, ResponseTimeout: n.cfg.ResponseTimeout,
+		ConnectTimeout: n.cfg.ConnectTimeout, HandshakeTimeout: n.cfg.HandshakeTimeout, ResponseTimeout: n.cfg.ResponseTimeout, Budget: n.budget,
 	})
 	if err != nil {
 		return nil, err
@@ -178,6 +178,7 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, l
 	px, err := proxy.New(proxy.Config{
 		Client: c, Local: local, Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: l.pool, DNS: dns,
 		Questions: n.questions, Records: n.records, Group: n.group, Rand: n.rand, Log: l.log, ConnectTimeout: n.cfg.ConnectTimeout,
+		Budget: n.budget,
 	})
 	if err != nil {
 		return nil, err
@@ -185,7 +186,7 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, l
 	l.proxy = px
 	l.server, err = hbone.NewServer(hbone.ServerConfig{
 		Group: n.group, TLS: n.serverTLS(self), Handler: px, Log: l.log, HandshakeTimeout: n.cfg.HandshakeTimeout, Settings: settings,
-		MaxAge: n.cfg.MaxConnectionAge, Resume: l.listener.Resume,
+		MaxAge: n.cfg.MaxConnectionAge, Resume: l.listener.Resume, Budget: n.budget,
 	})
 	if err == nil {
 		l.listener.Limit(l.server.Accepting)

@@ -18,12 +18,13 @@ type Conn struct {
 	local  netip.AddrPort
 	remote netip.AddrPort
 	ref    *loop.Ref
-	failed bool // the kernel reported an error: a reset after the peer's FIN, which reads as EOF
+	failed bool // the kernel reported an error: a reset, which after the peer's FIN reads as EOF
 }
 
 var (
 	_ loop.Conn     = (*Conn)(nil)
 	_ loop.Vectored = (*Conn)(nil)
+	_ loop.Checked  = (*Conn)(nil)
 )
 
 func newConn(fd int) (*Conn, error) {
@@ -60,6 +61,14 @@ func (c *Conn) end() error {
 		return loop.ErrReset
 	}
 	return io.EOF
+}
+
+// Check implements loop.Checked.
+func (c *Conn) Check() error {
+	if c.failed {
+		return loop.ErrReset
+	}
+	return nil
 }
 
 // TryWrite implements loop.Conn.

@@ -180,6 +180,51 @@ func TestNetnsHalfCloseAndReset(t *testing.T) {
 	s.Close()
 }
 
+// A task that waits for its connection to break, and reads nothing.
+type checker struct {
+	c    *Conn
+	r    *loop.Ref
+	done chan error
+}
+
+func (k *checker) Turn(int) bool {
+	if err := k.c.Check(); err != nil {
+		k.done <- err
+		k.c.Reset()
+		k.r.Remove()
+	}
+	return false
+}
+
+func TestNetnsResetIsSeenWithoutReading(t *testing.T) {
+	u := newUnderlay(t)
+	a, conns := listen(t, u, "127.0.0.1")
+	c, err := u.Dial(t.Context(), a)
+	if err != nil {
+		t.Fatal(err)
+	}
+	k := &checker{c: (<-conns).(*Conn), done: make(chan error, 1)}
+	u.cfg.Group.Add(func(r *loop.Ref) loop.Task {
+		k.r = r
+		if err := k.c.Attach(r); err != nil {
+			t.Error(err)
+		}
+		return k
+	})
+	if _, err := c.TryWrite([]byte("not read")); err != nil {
+		t.Fatal(err)
+	}
+	c.Reset()
+	select {
+	case err := <-k.done:
+		if !errors.Is(err, loop.ErrReset) {
+			t.Errorf("Check = %v, want ErrReset", err)
+		}
+	case <-time.After(10 * time.Second):
+		t.Error("the reset is not seen")
+	}
+}
+
 func TestNetnsDialErrors(t *testing.T) {
 	u := newUnderlay(t)
 	if _, err := u.Dial(t.Context(), netip.MustParseAddrPort("127.0.0.1:1")); !errors.Is(err, unix.ECONNREFUSED) {
