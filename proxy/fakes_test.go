@@ -28,6 +28,7 @@ type bench struct {
 	net     *fakeUnderlay
 	tunnel  *fakeTunnel
 	records *telemetry.Recorder
+	conns   *Connections
 	log     *syncBuffer
 }
 
@@ -38,19 +39,29 @@ func newBench(t *testing.T, m *mesh) *bench {
 	b.tunnel = &fakeTunnel{g: b.Group()}
 	b.store.Replace(m.state())
 	var err error
-	b.records, err = telemetry.NewRecorder(telemetry.Config{Now: b.Group().Now, Access: b.log, Log: slog.New(slog.DiscardHandler)})
+	b.records, err = telemetry.NewRecorder(telemetry.Config{
+		Now: b.Group().Now, Access: b.log, Log: slog.New(slog.DiscardHandler), Classify: ClassifyError, Fields: []string{"response_flags", "policy"},
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
+	b.conns, err = NewConnections(ConnectionsConfig{Store: b.store, Group: b.Group(), Log: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	watch, stop := context.WithCancel(t.Context())
+	b.Group().Go(watch, func(ctx context.Context) { _ = b.conns.Run(ctx) })
+	b.Settle()
 	b.Proxy, err = New(Config{
 		Client: &workload.Client{Name: "client", Namespace: "default", ServiceAccount: "client"}, Local: func(a netip.Addr) bool { return a == addrs("10.244.0.5")[0] },
-		Store: b.store, Underlay: b.net, Tunnel: b.tunnel, DNS: echoDNS{}, Records: b.records, Group: b.Group(),
+		Store: b.store, Underlay: b.net, Tunnel: b.tunnel, DNS: echoDNS{}, Records: b.records, Connections: b.conns, Group: b.Group(),
 		Rand: func() uint64 { return 7 }, Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
+		stop()
 		b.tunnel.close()
 		if err := b.Close(); err != nil {
 			t.Error(err)

@@ -61,7 +61,11 @@ func traceparent(r1, r2, r3 uint64) string {
 	return "00-" + string(text[:32]) + "-" + string(text[32:]) + "-00"
 }
 
-// forwardedHost is the host parameter of a Forwarded header (RFC 7239), or "" if it has none or is not ASCII.
+// maxHostname is the length of the longest name in text (RFC 1035, section 2.3.4).
+const maxHostname = 253
+
+// forwardedHost is the host parameter of a Forwarded header (RFC 7239), or "" if it has none that can be a name. It is kept as long
+// as the connection.
 func forwardedHost(h string) string {
 	for i := range len(h) {
 		if h[i] >= 0x80 {
@@ -73,7 +77,10 @@ func forwardedHost(h string) string {
 			if n := len(host); n >= 2 && host[0] == '"' && host[n-1] == '"' {
 				host = host[1 : n-1]
 			}
-			return host
+			if len(host) > maxHostname {
+				return ""
+			}
+			return strings.Clone(host) // not the header with it
 		}
 	}
 	return ""

@@ -18,51 +18,58 @@ import (
 	"ztun.dev/ztun/stack"
 )
 
-// A PolicyError refuses a connection that policy denies.
-type PolicyError struct{ Verdict authz.Verdict }
+// A PolicyError refuses a connection that policy denies, or ends one that it denies from now on.
+type PolicyError struct {
+	Verdict authz.Verdict
+	Change  bool // the connection was admitted before
+}
 
 func (e *PolicyError) Error() string {
+	if e.Change {
+		return "connection closed due to policy change"
+	}
 	return "connection closed due to policy rejection: " + e.Verdict.String()
 }
 
-// authorize decides by policy. A policy that the workload lists and that has not arrived is waited for, a moment.
-func (p *Proxy) authorize(ctx context.Context, req *authz.Request) error {
-	v := authz.Evaluate(p.cfg.Store.Snapshot(), req)
+// authorize has policy decide about an inbound connection. A policy that the workload lists and that has not arrived is waited
+// for, a moment.
+func (p *Proxy) authorize(ctx context.Context, c *connection) error {
+	v := c.decide()
 	if v.Reason == authz.PolicyUnknown {
-		v = p.awaitPolicy(ctx, req)
+		v = p.awaitPolicy(ctx, c)
 	}
+	c.Policy = v.Policy
 	if v.Allowed {
 		return nil
 	}
-	return &PolicyError{v}
+	return &PolicyError{Verdict: v}
 }
 
-func (p *Proxy) awaitPolicy(ctx context.Context, req *authz.Request) (v authz.Verdict) {
+func (p *Proxy) awaitPolicy(ctx context.Context, c *connection) authz.Verdict {
 	ctx, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.PolicyWait)
 	defer cancel()
-	for {
+	c.waiting.Store(true)
+	for arrived := false; !arrived; {
 		var unsubscribe func()
 		err := loop.Await(ctx, func(wake func()) {
 			unsubscribe = p.cfg.Store.Subscribe(wake)
-			s := p.cfg.Store.Snapshot()
-			if w := s.Local(p.cfg.Client); w != nil {
-				req.Workload = w
-			}
-			if v = authz.Evaluate(s, req); v.Reason != authz.PolicyUnknown {
+			if arrived = c.decide().Reason != authz.PolicyUnknown; arrived {
 				wake()
 			}
 		})
 		unsubscribe()
-		if err != nil || v.Reason != authz.PolicyUnknown {
-			return v
+		if err != nil {
+			break
 		}
 	}
+	c.waiting.Store(false)
+	return c.decide() // once more, because meanwhile nobody else would have closed it
 }
 
 // inbound is the set-up of a plaintext flow to the pod.
 func (p *Proxy) inbound(ctx context.Context, req stack.TCPRequest) {
 	f := req.Flow()
-	facts := telemetry.Facts{Direction: telemetry.Inbound, Src: f.Src, Dst: f.Dst, OriginalDst: f.Dst}
+	facts := telemetry.Facts{Direction: telemetry.Inbound, Src: f.Src, Dst: f.Dst, OriginalDst: f.Dst, AppDst: f.Dst}
 	fail := func(err error) {
 		p.cfg.Records.Fail(facts, err)
 		req.Reset()
@@ -80,28 +87,28 @@ func (p *Proxy) inbound(ctx context.Context, req stack.TCPRequest) {
 	defer end(nil)
 	facts.Source, facts.Destination = state.WorkloadAt(p.cfg.Network, f.Src.Addr()), self
 	facts.Service = servedBy(state, self, f.Dst.Port(), "")
-	rec := p.cfg.Records.Open(facts, end)
-	upstream, err := p.admit(ctx, &authz.Request{Source: f.Src, Destination: f.Dst, Workload: self})
+	conn := p.conns.open(p.cfg.Records, facts, end)
+	upstream, err := p.admit(ctx, conn)
 	if err != nil {
 		answer(req, err)
-		rec.Finish(err)
+		conn.Finish(err)
 		return
 	}
-	p.establish(ctx, req, upstream, rec)
+	p.establish(ctx, req, upstream, conn)
 }
 
 // admit decides by policy and connects to the application, from the client's address.
-func (p *Proxy) admit(ctx context.Context, req *authz.Request) (loop.Conn, error) {
-	if err := p.authorize(ctx, req); err != nil {
+func (p *Proxy) admit(ctx context.Context, c *connection) (loop.Conn, error) {
+	if err := p.authorize(ctx, c); err != nil {
 		return nil, err
 	}
 	ctx, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.ConnectTimeout)
 	defer cancel()
-	c, err := p.cfg.Underlay.Deliver(ctx, req.Source, req.Destination)
+	app, err := p.cfg.Underlay.Deliver(ctx, c.Src, c.AppDst)
 	if err != nil {
 		return nil, fmt.Errorf("connection failed: %w", err)
 	}
-	return c, nil
+	return app, nil
 }
 
 // A rejection is a CONNECT that is answered with an error status.
@@ -143,24 +150,25 @@ func (p *Proxy) ServeConnect(ctx context.Context, r *hbone.Request) {
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
 	facts.Source, facts.Destination, facts.DstIdentity = state.WorkloadAt(p.cfg.Network, facts.Src.Addr()), self, self.Identity()
+	facts.AppDst, facts.ForwardedHost = dst, forwardedHost(r.Headers.Forwarded)
 	if facts.Service = service; service == "" {
-		facts.Service = servedBy(state, self, dst.Port(), forwardedHost(r.Headers.Forwarded))
+		facts.Service = servedBy(state, self, dst.Port(), facts.ForwardedHost)
 	}
-	rec := p.cfg.Records.Open(facts, end)
-	app, err := p.admit(ctx, &authz.Request{Source: facts.Src, Peer: r.Peer, Destination: dst, Workload: self})
+	conn := p.conns.open(p.cfg.Records, facts, end)
+	app, err := p.admit(ctx, conn)
 	if err != nil {
 		status := http.StatusServiceUnavailable
 		if _, ok := errors.AsType[*PolicyError](err); ok {
 			status = http.StatusUnauthorized
 		}
 		r.Reject(status, err.Error())
-		rec.Finish(err)
+		conn.Finish(err)
 		return
 	}
-	err = r.Accept(hbone.Headers{Baggage: baggage(self)}, func(s hbone.Stream) { p.relayStream(s, s, app, rec) })
+	err = r.Accept(hbone.Headers{Baggage: baggage(self)}, func(s hbone.Stream) { p.relayStream(s, s, app, conn) })
 	if err != nil {
 		app.Reset()
-		rec.Finish(err)
+		conn.Finish(err)
 	}
 }
 

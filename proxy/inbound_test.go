@@ -186,6 +186,7 @@ func TestForwardedHost(t *testing.T) {
 		"host=":                                "",
 		"for=x":                                "",
 		"host=bücher.example":                  "",
+		"host=" + strings.Repeat("x", 254):     "",
 	} {
 		if got := forwardedHost(in); got != want {
 			t.Errorf("DP-108: forwardedHost(%q) = %q, want %q", in, got, want)
@@ -196,7 +197,7 @@ func TestForwardedHost(t *testing.T) {
 func FuzzForwardedHost(f *testing.F) {
 	f.Add(`for="1.1.1.1:1";host="a"`)
 	f.Fuzz(func(t *testing.T, s string) {
-		if h := forwardedHost(s); strings.ContainsAny(h, ";") {
+		if h := forwardedHost(s); strings.ContainsAny(h, ";") || len(h) > maxHostname {
 			t.Errorf("host %q of %q", h, s)
 		}
 	})

@@ -31,7 +31,7 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 	defer end(nil)
 
 	q := Query{Source: self, From: f.Src.Addr(), Target: f.Dst, Network: p.cfg.Network, Rand: p.cfg.Rand()}
-	var rec *telemetry.Conn
+	var conn *connection
 	var failed error
 	for range maxEndpoints {
 		d := Classify(state, &q)
@@ -41,12 +41,12 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 			}
 			break
 		}
-		if rec == nil {
-			rec = p.cfg.Records.Open(outboundFacts(facts, self, &d), end)
+		if conn == nil {
+			conn = p.conns.open(p.cfg.Records, outboundFacts(facts, self, &d), end)
 		}
 		upstream, err := p.openUpstream(ctx, &q, &d, f)
 		if err == nil {
-			p.establish(ctx, req, upstream, rec)
+			p.establish(ctx, req, upstream, conn)
 			return
 		}
 		failed = err
@@ -56,11 +56,11 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 		q.Exclude = append(q.Exclude, d.Destination)
 	}
 	answer(req, failed)
-	if rec == nil {
+	if conn == nil {
 		p.cfg.Records.Fail(facts, failed)
 		return
 	}
-	rec.Finish(failed)
+	conn.Finish(failed)
 }
 
 func outboundFacts(f telemetry.Facts, self *workload.Workload, d *Decision) telemetry.Facts {
@@ -88,25 +88,25 @@ func (p *Proxy) openUpstream(ctx context.Context, q *Query, d *Decision, f stack
 }
 
 // establish answers the application's SYN and begins to move bytes.
-func (p *Proxy) establish(ctx context.Context, req stack.TCPRequest, upstream loop.Conn, rec *telemetry.Conn) {
+func (p *Proxy) establish(ctx context.Context, req stack.TCPRequest, upstream loop.Conn, conn *connection) {
 	app, err := req.Accept(ctx)
 	if err != nil {
 		resetUnattached(upstream)
-		rec.Finish(err)
+		conn.Finish(err)
 		return
 	}
 	stream, ok := upstream.(hbone.Stream)
 	if !ok {
-		if p.cfg.Group.Add(startRelay(app, upstream, rec, p.cfg.Budget)) == nil {
+		if p.cfg.Group.Add(startRelay(app, upstream, conn, p.cfg.Budget)) == nil {
 			app.Reset()
 			upstream.Reset()
-			rec.Finish(loop.ErrStopped)
+			conn.Finish(loop.ErrStopped)
 		}
 		return
 	}
-	if !stream.Ref().Post(func() { p.relayStream(stream, app, stream, rec) }) {
+	if !stream.Ref().Post(func() { p.relayStream(stream, app, stream, conn) }) {
 		app.Reset()
-		rec.Finish(errTunnelLost)
+		conn.Finish(errTunnelLost)
 	}
 }
 
@@ -114,14 +114,14 @@ func (p *Proxy) establish(ctx context.Context, req stack.TCPRequest, upstream lo
 var errTunnelLost = errors.New("the tunnel was lost before the connection was established")
 
 // relayStream begins the relay of a stream, on the loop of its tunnel.
-func (p *Proxy) relayStream(stream hbone.Stream, downstream, upstream loop.Conn, rec *telemetry.Conn) {
+func (p *Proxy) relayStream(stream hbone.Stream, downstream, upstream loop.Conn, conn *connection) {
 	if stream.Ref().Removed() {
 		downstream.Reset()
 		upstream.Reset()
-		rec.Finish(errTunnelLost)
+		conn.Finish(errTunnelLost)
 		return
 	}
-	stream.Ref().Child(startRelay(downstream, upstream, rec, p.cfg.Budget))
+	stream.Ref().Child(startRelay(downstream, upstream, conn, p.cfg.Budget))
 }
 
 // resetUnattached resets a Conn that no task has yet: a stream on the loop of its tunnel, any other at once.

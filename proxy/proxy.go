@@ -40,18 +40,19 @@ type DNS interface {
 
 // A Config configures a Proxy. The zero values of the limits are the defaults named beside them.
 type Config struct {
-	Client   *workload.Client      // which workload the pod is
-	Local    func(netip.Addr) bool // whether an address is the pod's own, now; any goroutine
-	Network  string
-	Store    *workload.Store
-	Underlay Underlay
-	Tunnel   Tunnel
-	DNS      DNS
-	Records  *telemetry.Recorder
-	Group    *loop.Group
-	Budget   *loop.Budget  // of the process's memory for connections; nil: none
-	Rand     func() uint64 // safe for concurrent use
-	Log      *slog.Logger
+	Client      *workload.Client      // which workload the pod is
+	Local       func(netip.Addr) bool // whether an address is the pod's own, now; any goroutine
+	Network     string
+	Store       *workload.Store
+	Underlay    Underlay
+	Tunnel      Tunnel
+	DNS         DNS
+	Records     *telemetry.Recorder
+	Connections *Connections // of all pods
+	Group       *loop.Group
+	Budget      *loop.Budget  // of the process's memory for connections; nil: none
+	Rand        func() uint64 // safe for concurrent use
+	Log         *slog.Logger
 
 	ConnectTimeout time.Duration // of a TCP connection: 10 s
 	AttemptTimeout time.Duration // of all endpoints that are tried: 40 s
@@ -65,7 +66,8 @@ type Config struct {
 
 // A Proxy serves one pod.
 type Proxy struct {
-	cfg Config
+	cfg   Config
+	conns *podConnections
 
 	questions        atomic.Int64 // in progress
 	questionsRefused atomic.Uint64
@@ -79,8 +81,8 @@ var (
 
 // New checks the configuration.
 func New(cfg Config) (*Proxy, error) {
-	if cfg.Client == nil || cfg.Local == nil || cfg.Store == nil || cfg.Underlay == nil || cfg.Tunnel == nil || cfg.DNS == nil || cfg.Records == nil || cfg.Group == nil || cfg.Rand == nil || cfg.Log == nil {
-		return nil, errors.New("proxy: config: Client, Local, Store, Underlay, Tunnel, DNS, Records, Group, Rand and Log are required")
+	if cfg.Client == nil || cfg.Local == nil || cfg.Store == nil || cfg.Underlay == nil || cfg.Tunnel == nil || cfg.DNS == nil || cfg.Records == nil || cfg.Connections == nil || cfg.Group == nil || cfg.Rand == nil || cfg.Log == nil {
+		return nil, errors.New("proxy: config: Client, Local, Store, Underlay, Tunnel, DNS, Records, Connections, Group, Rand and Log are required")
 	}
 	for _, d := range []struct {
 		v   *time.Duration
@@ -99,7 +101,7 @@ func New(cfg Config) (*Proxy, error) {
 	if cfg.MaxQuestions == 0 {
 		cfg.MaxQuestions = 512
 	}
-	return &Proxy{cfg: cfg}, nil
+	return &Proxy{cfg: cfg, conns: cfg.Connections.of(cfg.Client)}, nil
 }
 
 // dnsPort is where questions go.

@@ -8,14 +8,13 @@ import (
 
 	"ztun.dev/ztun/internal/hbone"
 	"ztun.dev/ztun/internal/loop"
-	"ztun.dev/ztun/internal/telemetry"
 )
 
 // A Relay is the task that moves the bytes of one established connection between its two sides: what one sends the other gets,
 // byte for byte; a FIN becomes a FIN, a reset a reset. It holds nothing while it is idle.
 type Relay struct {
 	ref  *loop.Ref
-	rec  *telemetry.Conn
+	conn *connection
 	up   half // from downstream, which opened the connection, to upstream
 	down half
 	done bool
@@ -40,17 +39,17 @@ type half struct {
 }
 
 // startRelay returns what begins a Relay on the loop of its Ref, or as the child of a tunnel. The Relay owns both Conns.
-func startRelay(downstream, upstream loop.Conn, rec *telemetry.Conn, budget *loop.Budget) func(r *loop.Ref) loop.Task {
+func startRelay(downstream, upstream loop.Conn, conn *connection, budget *loop.Budget) func(r *loop.Ref) loop.Task {
 	return func(r *loop.Ref) loop.Task {
 		y := &Relay{
-			ref: r, rec: rec, account: loop.NewAccount(budget),
-			up:   newHalf("send", downstream, upstream, &rec.Received),
-			down: newHalf("receive", upstream, downstream, &rec.Sent),
+			ref: r, conn: conn, account: loop.NewAccount(budget),
+			up:   newHalf("send", downstream, upstream, &conn.Received),
+			down: newHalf("receive", upstream, downstream, &conn.Sent),
 		}
 		if err := errors.Join(downstream.Attach(r), upstream.Attach(r)); err != nil {
 			downstream.Reset()
 			upstream.Reset()
-			rec.Finish(fmt.Errorf("relay: %w", err))
+			conn.Finish(fmt.Errorf("relay: %w", err))
 			return nil
 		}
 		if f, ok := downstream.(loop.Fed); ok {
@@ -58,7 +57,7 @@ func startRelay(downstream, upstream loop.Conn, rec *telemetry.Conn, budget *loo
 				r.Beside(leader)
 			}
 		}
-		rec.SetCloser(func(cause error) { r.Post(func() { y.abort(cause) }) })
+		conn.SetCloser(func(cause error) { r.PostLater(func() { y.abort(cause) }) })
 		return y
 	}
 }
@@ -71,7 +70,7 @@ func newHalf(name string, src, dst loop.Conn, count *atomic.Uint64) half {
 	return h
 }
 
-func (y *Relay) String() string { return fmt.Sprintf("the relay of connection %d", y.rec.ID) }
+func (y *Relay) String() string { return fmt.Sprintf("the relay of connection %d", y.conn.ID) }
 
 // Turn implements loop.Task.
 func (y *Relay) Turn(budget int) bool {
@@ -95,7 +94,7 @@ func (y *Relay) Turn(budget int) bool {
 		y.done = true
 		y.up.src.Close()
 		y.up.dst.Close()
-		y.rec.Finish(nil)
+		y.conn.Finish(nil)
 		y.ref.Remove()
 	default:
 		return upMore || downMore
@@ -115,7 +114,7 @@ func (y *Relay) abort(cause error) {
 	if errors.Is(cause, loop.ErrReset) {
 		cause = nil
 	}
-	y.rec.Finish(cause)
+	y.conn.Finish(cause)
 	y.ref.Remove()
 }
 

@@ -565,7 +565,7 @@ func TestConfigDump(t *testing.T) {
 	state := workload.NewSnapshot(st)
 	cart, web := state.Workload("Kubernetes//Pod/shop/cart-0"), state.Workload("Kubernetes//Pod/shop/web-0")
 	cert := newCertificate(t)
-	l := newLab(t, &fake{
+	dumper := &fake{
 		state: state,
 		certs: []Certificate{
 			{Identity: web.Identity(), State: "Unavailable: no CA"},
@@ -582,18 +582,25 @@ func TestConfigDump(t *testing.T) {
 			{"connectionTerminationDeadline", "CONNECTION_TERMINATION_DEADLINE", "25.5s", "default"},
 			{"authToken", "AUTH_TOKEN", "***", "environment AUTH_TOKEN"},
 		},
-	})
+	}
+	l := newLab(t, dumper)
 	in := l.records.Open(telemetry.Facts{
 		Direction: telemetry.Inbound, Protocol: telemetry.HBONE, Src: netip.MustParseAddrPort("10.244.2.9:40112"), Dst: netip.MustParseAddrPort("10.244.1.7:15008"),
 		HBONEAddr: "10.244.1.7:8080", Service: "cart.shop.svc.cluster.local", Destination: cart, Source: web, SrcIdentity: web.Identity(),
+		AppDst: netip.MustParseAddrPort("10.244.1.7:8080"), ForwardedHost: "cart.shop.svc.cluster.local",
 	}, nil)
 	defer in.Finish(nil)
+	plain := l.records.Open(telemetry.Facts{
+		Direction: telemetry.Inbound, Src: netip.MustParseAddrPort("10.244.9.9:40112"), Dst: netip.MustParseAddrPort("10.244.1.7:9090"), AppDst: netip.MustParseAddrPort("10.244.1.7:9090"),
+		Service: "cart.shop.svc.cluster.local", Destination: cart,
+	}, nil)
+	defer plain.Finish(nil)
 	in.Received.Add(7)
 	out := l.records.Open(telemetry.Facts{
 		Src: netip.MustParseAddrPort("10.244.1.7:51000"), OriginalDst: netip.MustParseAddrPort("10.96.0.33:443"), Dst: netip.MustParseAddrPort("10.244.3.2:443"), Source: cart,
 	}, nil)
 	defer out.Finish(nil)
-	l.records.Open(telemetry.Facts{Source: web}, nil).Finish(nil)
+	dumper.pods[0].Connections = []*telemetry.Conn{plain, in, out}
 
 	got := l.do("GET", "admin", "/config_dump")
 	if got.ContentType != "application/json" {
@@ -619,7 +626,7 @@ func TestConfigDump(t *testing.T) {
 	for _, c := range conns {
 		directions = append(directions, fmt.Sprint(c["direction"], " ", c["srcWorkload"], " ", c["receivedBytes"]))
 	}
-	if want := []string{"inbound shop/web-0 7", "outbound shop/cart-0 0"}; !slices.Equal(directions, want) {
+	if want := []string{"inbound shop/web-0 7", "inbound <nil> 0", "outbound shop/cart-0 0"}; !slices.Equal(directions, want) {
 		t.Errorf("connections %v, want %v", directions, want)
 	}
 }

@@ -36,6 +36,8 @@ type Pod struct {
 	Pending                         string // why it is not served; "": it is
 	Capture                         string // the backend
 	CaptureReason                   string // why that one
+
+	Connections []*telemetry.Conn // that are open
 }
 
 // A Setting is a value of the configuration, secrets masked.
@@ -206,7 +208,7 @@ type connectionsJSON struct {
 
 type connectionJSON struct {
 	Src         string  `json:"src"`
-	OriginalDst *string `json:"originalDst"` // inbound: hostname of the service, or null
+	OriginalDst *string `json:"originalDst"` // inbound: the service that the peer has named, or null
 	ActualDst   string  `json:"actualDst"`
 	Protocol    string  `json:"protocol"`
 }
@@ -217,54 +219,42 @@ func (s *Server) pods() map[string]*podJSON {
 	if list == nil {
 		return nil
 	}
-	type name struct{ namespace, name string }
-	all, served := make(map[string]*podJSON, len(list)), make(map[name]*connectionsJSON, len(list))
+	all := make(map[string]*podJSON, len(list))
 	for _, p := range list {
 		j := &podJSON{State: "Up", Info: podInfoJSON{p.Name, p.Namespace, p.ServiceAccount}, Reason: p.Pending, Capture: p.Capture, CaptureReason: p.CaptureReason}
 		if p.Pending != "" {
 			j.State = "Pending"
 		} else {
-			j.Connections = &connectionsJSON{}
-			served[name{p.Namespace, p.Name}] = j.Connections
+			j.Connections = connections(p.Connections)
 		}
 		all[p.UID] = j
-	}
-	s.cfg.Records.Each(func(c *telemetry.Conn) {
-		local := c.Source
-		if c.Direction == telemetry.Inbound {
-			local = c.Destination
-		}
-		if local == nil {
-			return
-		}
-		conns := served[name{local.Namespace, local.Name}]
-		switch {
-		case conns == nil:
-		case c.Direction == telemetry.Inbound:
-			conns.Inbound = append(conns.Inbound, connection(c))
-		default:
-			conns.Outbound = append(conns.Outbound, connection(c))
-		}
-	})
-	for _, c := range served {
-		bySource := func(c connectionJSON) string { return c.Src }
-		c.Inbound, c.Outbound = sortedBy(c.Inbound, bySource), sortedBy(c.Outbound, bySource)
 	}
 	return all
 }
 
-func connection(c *telemetry.Conn) connectionJSON {
-	j := connectionJSON{Src: c.Src.String(), ActualDst: c.Dst.String(), Protocol: c.Protocol.String()}
-	if c.Direction == telemetry.Outbound {
-		dst := c.OriginalDst.String()
-		j.OriginalDst = &dst
-		return j
+func connections(list []*telemetry.Conn) *connectionsJSON {
+	j := new(connectionsJSON)
+	for _, c := range list {
+		if c.Direction == telemetry.Inbound {
+			j.Inbound = append(j.Inbound, inbound(c))
+		} else {
+			dst := c.OriginalDst.String()
+			j.Outbound = append(j.Outbound, connectionJSON{c.Src.String(), &dst, c.Dst.String(), c.Protocol.String()})
+		}
 	}
-	if c.Service != "" {
-		j.OriginalDst = &c.Service
+	bySource := func(c connectionJSON) string { return c.Src }
+	j.Inbound, j.Outbound = sortedBy(j.Inbound, bySource), sortedBy(j.Outbound, bySource)
+	return j
+}
+
+// inbound is HBONE if the peer has proved who it is.
+func inbound(c *telemetry.Conn) connectionJSON {
+	j := connectionJSON{Src: c.Src.String(), ActualDst: c.AppDst.String(), Protocol: telemetry.TCP.String()}
+	if c.ForwardedHost != "" {
+		j.OriginalDst = &c.ForwardedHost
 	}
-	if c.HBONEAddr != "" {
-		j.ActualDst = c.HBONEAddr
+	if !c.SrcIdentity.IsZero() {
+		j.Protocol = telemetry.HBONE.String()
 	}
 	return j
 }
@@ -277,6 +267,7 @@ type connJSON struct {
 	Src         string  `json:"src"`
 	Dst         string  `json:"dst"`
 	OriginalDst string  `json:"originalDst"`
+	AppDst      string  `json:"appDst,omitempty"`
 	HBONEAddr   string  `json:"hboneAddr,omitempty"`
 	Service     string  `json:"service,omitempty"`
 	SrcWorkload string  `json:"srcWorkload,omitempty"` // namespace/name
@@ -294,7 +285,7 @@ func (s *Server) conns() []connJSON {
 	s.cfg.Records.Each(func(c *telemetry.Conn) {
 		list = append(list, connJSON{
 			ID: c.ID, Direction: c.Direction.String(), Protocol: c.Protocol.String(), Src: addr(c.Src), Dst: addr(c.Dst), OriginalDst: addr(c.OriginalDst),
-			HBONEAddr: c.HBONEAddr, Service: c.Service, SrcWorkload: named(c.Source), DstWorkload: named(c.Destination),
+			AppDst: addr(c.AppDst), HBONEAddr: c.HBONEAddr, Service: c.Service, SrcWorkload: named(c.Source), DstWorkload: named(c.Destination),
 			SrcIdentity: c.SrcIdentity.String(), DstIdentity: c.DstIdentity.String(), AgeSeconds: c.Duration(now).Seconds(),
 			Received: c.Received.Load(), Sent: c.Sent.Load(),
 		})

@@ -5,6 +5,7 @@
 package authz
 
 import (
+	"iter"
 	"net/netip"
 	"slices"
 
@@ -56,70 +57,27 @@ func (v Verdict) String() string {
 	return "destination workload unknown"
 }
 
-// Evaluate decides by the policies that apply to the destination: those of its namespace, the global ones, and those that it
-// lists. Any DENY that matches denies; then, if any ALLOW applies, one has to match. A listed policy that is not in the
-// snapshot denies unless a DENY did already: it may be one (the caller may wait for it to arrive).
-func Evaluate(s *workload.Snapshot, r *Request) Verdict {
-	w := r.Workload
-	if w == nil {
-		return Verdict{Reason: WorkloadUnknown}
-	}
-	var v Verdict
-	var allow, allowed, unknown string
-	consider := func(p *workload.Policy) bool {
-		matched := Matches(p, r)
-		switch {
-		case p.DryRun:
-			if matched {
-				v.DryRun = append(v.DryRun, p.Key())
-			}
-		case p.Action == workload.Deny:
-			return matched
-		default:
-			allow = p.Key()
-			if matched && allowed == "" {
-				allowed = p.Key()
+// Applying are the policies that decide about connections to a workload: those of its namespace, the global ones, and those that it
+// lists, in the order in which they are considered. For one that it lists and that is not in the snapshot there is a nil.
+//
+// Two decisions about the same connection differ only if this sequence does.
+func Applying(s *workload.Snapshot, w *workload.Workload) iter.Seq[*workload.Policy] {
+	return func(yield func(*workload.Policy) bool) {
+		for _, list := range [...][]*workload.Policy{s.NamespacePolicies(w.Namespace), s.GlobalPolicies()} {
+			for _, p := range list {
+				if !yield(p) {
+					return
+				}
 			}
 		}
-		return false
-	}
-	deny := func(p *workload.Policy) Verdict {
-		v.Reason, v.Policy = DenyMatched, p.Key()
-		return v
-	}
-	for _, list := range [...][]*workload.Policy{s.NamespacePolicies(w.Namespace), s.GlobalPolicies()} {
-		for _, p := range list {
-			if consider(p) {
-				return deny(p)
+		for _, key := range w.AuthorizationPolicies {
+			if p := s.Policy(key); p != nil && applies(p, w) {
+				continue // it was among those above
+			} else if !yield(p) {
+				return
 			}
 		}
 	}
-	for _, key := range w.AuthorizationPolicies {
-		p := s.Policy(key)
-		if p == nil {
-			if unknown == "" {
-				unknown = key
-			}
-			continue
-		}
-		if applies(p, w) { // considered above
-			continue
-		}
-		if consider(p) {
-			return deny(p)
-		}
-	}
-	switch {
-	case unknown != "":
-		v.Reason, v.Policy = PolicyUnknown, unknown
-	case allow == "":
-		v.Allowed, v.Reason = true, NoAllowPolicies
-	case allowed != "":
-		v.Allowed, v.Reason, v.Policy = true, AllowMatched, allowed
-	default:
-		v.Reason = NoAllowMatched
-	}
-	return v
 }
 
 // applies reports whether a policy applies to a workload by its scope alone.
@@ -127,55 +85,114 @@ func applies(p *workload.Policy, w *workload.Workload) bool {
 	return p.Scope == workload.ScopePolicyGlobal || p.Scope == workload.ScopePolicyNamespace && p.Namespace == w.Namespace
 }
 
-// Matches reports whether any group of the policy matches: one without groups matches nothing.
-func Matches(p *workload.Policy, r *Request) bool {
-	for _, g := range p.Groups {
-		if matchesGroup(g, r) {
-			return true
+// Evaluate decides by the policies that apply to the destination. Any DENY that matches denies; then, if any ALLOW applies, one has
+// to match. A listed policy that is not in the snapshot denies unless a DENY did already: it may be one (the caller may wait for it
+// to arrive).
+func Evaluate(s *workload.Snapshot, r *Request) Verdict {
+	if r.Workload == nil {
+		return Verdict{Reason: WorkloadUnknown}
+	}
+	var v Verdict
+	var allowed *workload.Policy
+	allows, missing := false, false
+	f := facts{Request: r, principal: r.Peer.Principal()}
+	for p := range Applying(s, r.Workload) {
+		switch {
+		case p == nil:
+			missing = true
+		case p.DryRun:
+			if f.match(p) {
+				v.DryRun = append(v.DryRun, p.Key())
+			}
+		case p.Action == workload.Deny:
+			if f.match(p) {
+				v.Reason, v.Policy = DenyMatched, p.Key()
+				return v
+			}
+		case allowed == nil:
+			allows = true
+			if f.match(p) {
+				allowed = p
+			}
 		}
 	}
-	return false
+	switch {
+	case missing:
+		v.Reason, v.Policy = PolicyUnknown, firstMissing(s, r.Workload)
+	case !allows:
+		v.Allowed, v.Reason = true, NoAllowPolicies
+	case allowed != nil:
+		v.Allowed, v.Reason, v.Policy = true, AllowMatched, allowed.Key()
+	default:
+		v.Reason = NoAllowMatched
+	}
+	return v
 }
 
-func matchesGroup(g workload.Group, r *Request) bool {
+func firstMissing(s *workload.Snapshot, w *workload.Workload) string {
+	i := slices.IndexFunc(w.AuthorizationPolicies, func(key string) bool { return s.Policy(key) == nil })
+	return w.AuthorizationPolicies[i]
+}
+
+// facts are a Request and what is made of it once for all policies.
+type facts struct {
+	*Request
+	principal string
+}
+
+// match reports whether any group of the policy matches: one without groups matches nothing.
+func (f *facts) match(p *workload.Policy) bool {
+	return slices.ContainsFunc(p.Groups, f.matchGroup)
+}
+
+func (f *facts) matchGroup(g workload.Group) bool {
 	for _, rule := range g {
-		if !matchesRule(rule, r) {
+		if !f.matchRule(rule) {
 			return false
 		}
 	}
 	return true
 }
 
-func matchesRule(rule workload.Rule, r *Request) bool {
+func (f *facts) matchRule(rule workload.Rule) bool {
 	for i := range rule {
-		if !rule[i].Empty() && matchesAll(&rule[i], r) {
+		if !rule[i].Empty() && f.matchAll(&rule[i]) {
 			return true
 		}
 	}
 	return len(rule) == 0
 }
 
-// matchesAll reports whether every condition of the match holds.
-func matchesAll(m *workload.Match, r *Request) bool {
-	src, dst := r.Source.Addr(), r.Destination.Addr()
-	ns := func(s workload.StringMatch) bool { return s.Matches(r.Peer.Namespace) }
-	principal := r.Peer.Principal()
-	pr := func(s workload.StringMatch) bool { return !r.Peer.IsZero() && s.Matches(principal) }
-	sa := func(s workload.ServiceAccount) bool {
-		return !r.Peer.IsZero() && s.Namespace == r.Peer.Namespace && s.Name == r.Peer.ServiceAccount
-	}
-	from := func(p netip.Prefix) bool { return p.Contains(src) }
-	to := func(p netip.Prefix) bool { return p.Contains(dst) }
-	port := func(p uint16) bool { return p == r.Destination.Port() }
-	return holds(m.Namespaces, m.NotNamespaces, ns) &&
-		holds(m.Principals, m.NotPrincipals, pr) &&
-		holds(m.ServiceAccounts, m.NotServiceAccounts, sa) &&
-		holds(m.SourceIPs, m.NotSourceIPs, from) &&
-		holds(m.DestinationIPs, m.NotDestinationIPs, to) &&
-		holds(m.DestinationPorts, m.NotDestinationPorts, port)
+// matchAll reports whether every condition of the match holds.
+func (f *facts) matchAll(m *workload.Match) bool {
+	return holds(m.DestinationPorts, m.NotDestinationPorts, f.port) &&
+		holds(m.Namespaces, m.NotNamespaces, f.namespace) &&
+		holds(m.Principals, m.NotPrincipals, f.identity) &&
+		holds(m.ServiceAccounts, m.NotServiceAccounts, f.serviceAccount) &&
+		holds(m.SourceIPs, m.NotSourceIPs, f.from) &&
+		holds(m.DestinationIPs, m.NotDestinationIPs, f.to)
 }
 
-// holds is one attribute: if there are values, one has to match; of the not_ values none may.
+func (f *facts) port(p uint16) bool                    { return p == f.Destination.Port() }
+func (f *facts) namespace(s workload.StringMatch) bool { return s.Matches(f.Peer.Namespace) }
+func (f *facts) from(p netip.Prefix) bool              { return p.Contains(f.Source.Addr()) }
+func (f *facts) to(p netip.Prefix) bool                { return p.Contains(f.Destination.Addr()) }
+
+// identity compares principals: without an identity none matches.
+func (f *facts) identity(s workload.StringMatch) bool {
+	return f.principal != "" && s.Matches(f.principal)
+}
+
+func (f *facts) serviceAccount(s workload.ServiceAccount) bool {
+	return f.principal != "" && s.Namespace == f.Peer.Namespace && s.Name == f.Peer.ServiceAccount
+}
+
+// holds is one attribute: if there are values, one has to match; of the not_ values none may. Most matches have most attributes
+// empty, so that has to be cheap.
 func holds[T any](values, not []T, match func(T) bool) bool {
+	return len(values) == 0 && len(not) == 0 || given(values, not, match)
+}
+
+func given[T any](values, not []T, match func(T) bool) bool {
 	return (len(values) == 0 || slices.ContainsFunc(values, match)) && !slices.ContainsFunc(not, match)
 }

@@ -178,3 +178,28 @@ func TestEvaluateAllocatesKeysOnly(t *testing.T) {
 		t.Errorf("Evaluate allocates %v times per call, want at most 4", n)
 	}
 }
+
+// BenchmarkEvaluate is a decision that no policy of many settles: the re-check of an open connection.
+func BenchmarkEvaluate(b *testing.B) {
+	for _, n := range []int{1, 10, 100, 200} {
+		b.Run(fmt.Sprintf("policies=%d", n), func(b *testing.B) {
+			var st workload.State
+			for i := range n {
+				p := deny(one(match{Principals: exact(fmt.Sprintf("td/ns/web/sa/other-%d", i)), DestinationPorts: []uint16{8080}}))
+				p.Name = fmt.Sprint(i)
+				st.Policies = append(st.Policies, p)
+			}
+			s := workload.NewSnapshot(st)
+			r := &Request{
+				Source: netip.MustParseAddrPort("10.1.1.1:999"), Peer: workload.Identity{TrustDomain: "td", Namespace: "web", ServiceAccount: "fe"},
+				Destination: netip.MustParseAddrPort("10.2.2.2:8080"), Workload: &workload.Workload{Namespace: "web"},
+			}
+			b.ReportAllocs()
+			for b.Loop() {
+				if v := Evaluate(s, r); !v.Allowed {
+					b.Fatal(v)
+				}
+			}
+		})
+	}
+}

@@ -28,8 +28,8 @@ type eventLoop struct {
 	timers timerHeap
 
 	spare    []message // the other inbox buffer
-	posts    []message // taken from the inbox, not yet run; a queue from postsAt
-	postsAt  int
+	posts    postQueue // taken from the inbox, not yet run
+	later    postQueue // of these, those of PostLater
 	woken    queue
 	busy     queue
 	led      bool // by hand: a leader had its turn, now one of the busy ones has
@@ -47,8 +47,30 @@ const (
 
 // A message is a wake of ref, or, with f, a function posted to ref; a nil ref is the loop itself.
 type message struct {
-	ref *Ref
-	f   func()
+	ref   *Ref
+	f     func()
+	later bool
+}
+
+// A postQueue is functions that wait to be run.
+type postQueue struct {
+	list []message
+	at   int // the first that has not run
+}
+
+func (q *postQueue) empty() bool { return q.at == len(q.list) }
+
+// runOne runs the first function, if there is one.
+func (q *postQueue) runOne() {
+	if q.empty() {
+		return
+	}
+	f := q.list[q.at].f
+	q.list[q.at] = message{}
+	if q.at++; q.empty() {
+		q.list, q.at = q.list[:0], 0
+	}
+	f()
 }
 
 func newEventLoop(g *Group, index int, bulk bool) *eventLoop {
@@ -96,13 +118,16 @@ func (l *eventLoop) run() {
 		l.now = l.g.Now()
 		l.takeInbox()
 		l.runTimers()
-		l.runPosts(maxPosts)
+		for n := maxPosts; n > 0 && !l.posts.empty(); n-- {
+			l.posts.runOne()
+		}
 		for n := l.woken.n; n > 0 && l.woken.n > 0; n-- {
 			l.turn(l.woken.pop())
 		}
 		if l.busy.n > 0 {
 			l.turn(l.busy.pop())
 		}
+		l.runLater()
 		if l.finished() {
 			return
 		}
@@ -117,26 +142,29 @@ func (l *eventLoop) takeInbox() {
 	l.inbox = l.spare[:0]
 	l.mu.Unlock()
 	for i, m := range in {
-		if m.f != nil {
-			l.posts = append(l.posts, m)
-		} else {
+		switch {
+		case m.f == nil:
 			m.ref.enqueue()
+		case m.later:
+			l.later.list = append(l.later.list, m)
+		default:
+			l.posts.list = append(l.posts.list, m)
 		}
 		in[i] = message{}
 	}
 	l.spare = in[:0]
 }
 
-// runPosts runs at most n posted functions.
-func (l *eventLoop) runPosts(n int) {
-	for ; n > 0 && l.postsAt < len(l.posts); n-- {
-		f := l.posts[l.postsAt].f
-		l.posts[l.postsAt] = message{}
-		l.postsAt++
-		f()
+// runLater runs functions of PostLater for lateSlice, and at least one.
+func (l *eventLoop) runLater() {
+	if l.later.empty() {
+		return
 	}
-	if l.postsAt == len(l.posts) {
-		l.posts, l.postsAt = l.posts[:0], 0
+	for end := l.g.Now().Add(lateSlice); !l.later.empty(); {
+		l.later.runOne()
+		if !l.g.Now().Before(end) {
+			return
+		}
 	}
 }
 
@@ -169,7 +197,7 @@ func (l *eventLoop) turn(r *Ref) {
 
 // wait looks at epoll: without waiting if there is something to do.
 func (l *eventLoop) wait() {
-	if l.poll.poll(0, l) || l.woken.n > 0 || l.busy.n > 0 || l.postsAt < len(l.posts) {
+	if l.poll.poll(0, l) || l.woken.n > 0 || l.busy.n > 0 || !l.posts.empty() || !l.later.empty() {
 		return
 	}
 	l.mu.Lock()
@@ -195,7 +223,7 @@ func (l *eventLoop) wait() {
 func (l *eventLoop) finished() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.state == running || len(l.roots) > 0 || len(l.inbox) > 0 || l.postsAt < len(l.posts) {
+	if l.state == running || len(l.roots) > 0 || len(l.inbox) > 0 || !l.posts.empty() || !l.later.empty() {
 		return false
 	}
 	l.state = ended

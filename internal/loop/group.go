@@ -16,6 +16,8 @@ const (
 	defaultSlice = 128 << 10 // bytes that one turn moves each way
 	scratchBytes = 256 << 10 // one scratch buffer per loop
 	maxPosts     = 64        // posted functions between two looks at the woken tasks
+
+	lateSlice = 200 * time.Microsecond // of PostLater; as long as the thread of a sparse loop may run at a time
 )
 
 // A Config configures a Group.

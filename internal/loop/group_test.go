@@ -9,6 +9,7 @@ import (
 	"net"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -155,6 +156,35 @@ func TestPostsAndTimersReachASleepingLoop(t *testing.T) {
 	if got := <-fired; got != "post" {
 		t.Errorf("fired %q, want the post", got)
 	}
+}
+
+// However many functions may wait, what must not wait does not.
+func TestPostLaterHoldsNobodyUp(t *testing.T) {
+	g := startGroup(t, 1)
+	ref := add(g, turnFunc(func(int) bool { return false }))
+	const n = 20_000
+	var ran atomic.Int32
+	all := make(chan struct{})
+	begin := make(chan struct{})
+	for range n {
+		ref.PostLater(func() {
+			<-begin
+			for end := time.Now().Add(10 * time.Microsecond); time.Now().Before(end); {
+			}
+			if ran.Add(1) == n {
+				close(all)
+			}
+		})
+	}
+	before := make(chan int32, 1)
+	ref.Post(func() { before <- ran.Load() })
+	close(begin)
+	// One slice of them may have begun before the post was seen, and another one may follow.
+	if got := <-before; got > 2*int32(lateSlice/(10*time.Microsecond)) {
+		t.Errorf("%d of %d functions that may wait ran first", got, n)
+	}
+	<-all
+	ref.Post(ref.Remove)
 }
 
 func TestTimersOutliveTheGroup(t *testing.T) {

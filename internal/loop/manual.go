@@ -51,8 +51,8 @@ func (m *Manual) step(l *eventLoop) bool {
 	l.now = m.group.Now()
 	l.takeInbox()
 	switch {
-	case l.postsAt < len(l.posts):
-		l.runPosts(1)
+	case !l.posts.empty():
+		l.posts.runOne()
 	case l.runTimer():
 	case l.woken.n > 0 && (!l.led || l.busy.n == 0):
 		l.turn(l.woken.pop())
@@ -60,6 +60,8 @@ func (m *Manual) step(l *eventLoop) bool {
 	case l.busy.n > 0:
 		l.led = false
 		l.turn(l.busy.pop())
+	case !l.later.empty():
+		l.later.runOne()
 	default:
 		return l.poll != nil && l.poll.poll(0, l)
 	}

@@ -192,8 +192,10 @@ func (l *eventLoop) takePosts(r *Ref) (posts []func()) {
 		clear(list[len(kept):])
 		return kept
 	}
-	waiting := filter(l.posts[l.postsAt:])
-	l.posts = append(l.posts[:l.postsAt], waiting...)
+	for _, q := range []*postQueue{&l.posts, &l.later} {
+		waiting := filter(q.list[q.at:])
+		q.list = append(q.list[:q.at], waiting...)
+	}
 	l.inbox = filter(l.inbox)
 	return posts
 }

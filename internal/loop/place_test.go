@@ -56,6 +56,7 @@ func TestTasksMoveBetweenSparseAndBulkLoops(t *testing.T) {
 	if r.home().bulk {
 		t.Fatal("a new task begins on a bulk loop")
 	}
+	posted := 0
 	moves = bulkBytes/2 + 1
 	wake()
 	m.Advance(bulkWindow + time.Millisecond) // too slowly for bulk
@@ -64,8 +65,14 @@ func TestTasksMoveBetweenSparseAndBulkLoops(t *testing.T) {
 	if r.home().bulk {
 		t.Error("a task that moved its bytes slowly went to a bulk loop")
 	}
+	for range 5 {
+		r.PostLater(func() { posted = turns })
+	}
 	wake()
 	wake()
+	if posted != turns-2 {
+		t.Errorf("functions that were posted for later before a move ran after turn %d, want %d: they go along", posted, turns-2)
+	}
 	if !r.home().bulk {
 		t.Error("a task that moved more than 1 MiB within 100 ms is not on a bulk loop")
 	}

@@ -25,6 +25,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 
 	"ztun.dev/ztun/dnsproxy"
@@ -48,6 +49,7 @@ type Node struct {
 	group      *loop.Group
 	store      workload.Store
 	records    *telemetry.Recorder
+	conns      *proxy.Connections
 	identities *identity.Manager
 	limits     *stack.Limits // unanswered SYNs
 	questions  *stack.Limits // DNS
@@ -63,6 +65,7 @@ type Node struct {
 	readiness  *admin.Readiness
 	ready      *admin.Task
 	admin      *admin.Server
+	registry   *prometheus.Registry
 	metrics    *metrics
 
 	processors sync.Mutex // held while GOMAXPROCS is another than usual
@@ -161,6 +164,9 @@ func build(cfg *config.Config, o Options) (*Node, error) {
 		debug.SetGCPercent(gcPercent)
 	}
 	n.group, err = loop.New(loop.Config{Loops: n.workers, Sparse: sparse, Now: time.Now})
+	if err == nil {
+		n.conns, err = proxy.NewConnections(proxy.ConnectionsConfig{Store: &n.store, Group: n.group, Log: n.log.With(telemetry.TargetKey, "proxy"), Registerer: n.registry})
+	}
 	if err != nil {
 		n.close()
 		return nil, err
@@ -273,6 +279,7 @@ func (n *Node) run(ctx context.Context) error {
 	var g errgroup.Group
 	g.Go(func() error { return n.group.Run(background) })
 	g.Go(func() error { return n.records.Run(background) })
+	g.Go(func() error { return n.conns.Run(background) }) // to the end: what policy denies does not stay open because the node drains
 
 	serving, stopServing := context.WithCancel(background)
 	defer stopServing()
@@ -359,7 +366,7 @@ func (n *Node) end(ctx context.Context, stopServing func(), pods *errgroup.Group
 		p.drain(ctx)
 	}
 	n.awaitIdle(n.cfg.TerminationDeadline)
-	n.records.Each(func(c *telemetry.Conn) { c.Close(proxy.DrainError()) })
+	n.conns.Close(proxy.DrainError())
 	n.awaitIdle(time.Second)
 	stopServing()
 	err := pods.Wait()

@@ -20,25 +20,25 @@ import (
 func (n *Node) observe(o Options) (err error) {
 	n.levels = telemetry.NewLevels(n.cfg.LogFilter)
 	n.log = telemetry.NewLogger(o.Stderr, n.cfg.LogFormat, n.levels)
-	registry := prometheus.NewRegistry()
-	if err := telemetry.RegisterProcess(registry, telemetry.Build{Version: o.Build.Version, Revision: o.Build.Revision, IstioVersion: n.cfg.IstioVersion}); err != nil {
+	n.registry = prometheus.NewRegistry()
+	if err := telemetry.RegisterProcess(n.registry, telemetry.Build{Version: o.Build.Version, Revision: o.Build.Revision, IstioVersion: n.cfg.IstioVersion}); err != nil {
 		return err
 	}
 	n.records, err = telemetry.NewRecorder(telemetry.Config{
-		Now: time.Now, Access: o.Stdout, JSON: n.cfg.LogFormat == telemetry.JSON, Levels: n.levels, Log: n.log, Registerer: registry,
+		Now: time.Now, Access: o.Stdout, JSON: n.cfg.LogFormat == telemetry.JSON, Levels: n.levels, Log: n.log, Registerer: n.registry,
 		Store: &n.store, DropLabels: n.cfg.MetricsDropLabels, Fields: n.cfg.AccessLogFields, Classify: proxy.ClassifyError,
 	})
 	if err != nil {
 		return err
 	}
-	n.metrics = newMetrics(registry, n)
+	n.metrics = newMetrics(n.registry, n)
 	log := n.log.With(telemetry.TargetKey, "admin")
 	n.readiness = admin.NewReadiness(time.Now, n.log.With(telemetry.TargetKey, "readiness"))
 	n.ready = n.readiness.Add("workload proxy manager", n.pendingPods)
 	o.Ports.Admin, o.Ports.Stats = port(o.Ports.Admin, n.cfg.AdminPort), port(o.Ports.Stats, n.cfg.StatsPort)
 	o.Build.Go, o.Build.IstioVersion = runtime.Version(), n.cfg.IstioVersion
 	n.admin, err = admin.New(admin.Config{
-		Ports: o.Ports, Dumper: n, Records: n.records, Levels: n.levels, Metrics: telemetry.MetricsHandler(registry), Readiness: n.readiness,
+		Ports: o.Ports, Dumper: n, Records: n.records, Levels: n.levels, Metrics: telemetry.MetricsHandler(n.registry), Readiness: n.readiness,
 		Shutdown: func() { n.quit(errors.New("asked to by the admin port")) }, Now: time.Now, After: time.After, Build: o.Build, Log: log,
 	})
 	return err
@@ -113,6 +113,7 @@ func (n *Node) Pods() []admin.Pod {
 		out.Pending = pending
 		if line != nil {
 			out.Capture, out.CaptureReason = line.choice.capture.String(), line.choice.reason
+			out.Connections = line.proxy.Connections()
 		}
 		list = append(list, out)
 	}

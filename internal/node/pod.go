@@ -177,7 +177,7 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, l
 	}
 	px, err := proxy.New(proxy.Config{
 		Client: c, Local: local, Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: l.pool, DNS: dns,
-		Questions: n.questions, Records: n.records, Group: n.group, Rand: n.rand, Log: l.log, ConnectTimeout: n.cfg.ConnectTimeout,
+		Questions: n.questions, Records: n.records, Connections: n.conns, Group: n.group, Rand: n.rand, Log: l.log, ConnectTimeout: n.cfg.ConnectTimeout,
 		Budget: n.budget,
 	})
 	if err != nil {

@@ -48,6 +48,8 @@ type Facts struct {
 	Src              netip.AddrPort // who opened it
 	Dst              netip.AddrPort // outbound: the next hop; inbound HBONE: the pod's address and port 15008; else the original destination
 	OriginalDst      netip.AddrPort // as the application addressed it
+	AppDst           netip.AddrPort // inbound: the application, after every translation; what policies are matched with
+	ForwardedHost    string         // inbound: the service that the peer says it has addressed
 	HBONEAddr        string         // the authority of the CONNECT
 	Service          string         // hostname of the destination service
 	ServiceNamespace string         // of the destination service, as the next; for metrics, found by the hostname if empty

@@ -16,6 +16,8 @@ type State struct {
 
 // A Snapshot is the mesh at one moment, indexed. It is immutable; a nil *Snapshot is an empty one.
 type Snapshot struct {
+	generation uint64
+
 	state     State
 	workloads map[string]*Workload
 	addrs     map[NetworkAddr]*Workload // the preferred one, if several share an address
@@ -180,6 +182,14 @@ func choose(list []*Service, namespace string) *Service {
 		}
 	}
 	return first
+}
+
+// Generation tells which of two snapshots of a Store is the newer one: its number is larger. That of a nil Snapshot is 0.
+func (s *Snapshot) Generation() uint64 {
+	if s == nil {
+		return 0
+	}
+	return s.generation
 }
 
 // State returns the objects of the snapshot, sorted by key. The lists belong to the snapshot.

@@ -18,9 +18,11 @@ func (s *Store) Snapshot() *Snapshot { return s.current.Load() }
 
 // Replace makes st the current state and calls every subscriber.
 func (s *Store) Replace(st State) {
-	s.current.Store(NewSnapshot(st))
+	next := NewSnapshot(st)
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	next.generation = s.Snapshot().Generation() + 1
+	s.current.Store(next)
 	for f := range s.waiters {
 		(*f)()
 	}
