@@ -52,7 +52,7 @@ func NewConnections(cfg ConnectionsConfig) (*Connections, error) {
 	if cfg.PolicyWait == 0 {
 		cfg.PolicyWait = time.Second
 	}
-	c := &Connections{cfg: cfg, metrics: newCutMetrics()}
+	c := &Connections{cfg: cfg, metrics: newCutMetrics(), due: true} // what changed before Run
 	if cfg.Registerer != nil {
 		if err := cfg.Registerer.Register(c.metrics.closed); err != nil {
 			return nil, err

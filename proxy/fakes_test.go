@@ -108,7 +108,8 @@ type fakeUnderlay struct {
 	fail  map[netip.AddrPort]error
 	never map[netip.AddrPort]bool // no answer
 	dials []string
-	far   []loop.Conn // the other ends, in order
+	far   []loop.Conn               // the other ends, in order
+	wrap  func(loop.Conn) loop.Conn // of the near ends; nil: none
 }
 
 func (u *fakeUnderlay) open(ctx context.Context, what string, from, dst netip.AddrPort) (loop.Conn, error) {
@@ -121,6 +122,9 @@ func (u *fakeUnderlay) open(ctx context.Context, what string, from, dst netip.Ad
 	}
 	near, far := loop.PipeAddrs(from, dst)
 	u.far = append(u.far, far)
+	if u.wrap != nil {
+		near = u.wrap(near)
+	}
 	return near, nil
 }
 
@@ -143,15 +147,18 @@ type fakeTunnel struct {
 	fail    map[netip.AddrPort]error
 	targets []hbone.Target
 	far     []loop.Conn
+	broken  error // of all streams
 }
 
 type fakeStream struct {
 	loop.Conn
-	ref *loop.Ref
+	ref    *loop.Ref
+	broken *error // what Broken says
 }
 
 func (s fakeStream) Ref() *loop.Ref          { return s.ref }
 func (s fakeStream) Peer() workload.Identity { return workload.Identity{} }
+func (s fakeStream) Broken() error           { return *s.broken }
 func (s fakeStream) Response() hbone.Headers { return hbone.Headers{} }
 func (s fakeStream) Check() error            { return s.Conn.(loop.Checked).Check() }
 
@@ -179,7 +186,7 @@ func (f *fakeTunnel) Open(_ context.Context, t hbone.Target) (hbone.Stream, erro
 	}
 	near, far := loop.Pipe()
 	f.far = append(f.far, far)
-	return fakeStream{near, f.task()}, nil
+	return fakeStream{near, f.task(), &f.broken}, nil
 }
 
 // A fakeRequest is a SYN whose answer is remembered.

@@ -181,6 +181,30 @@ func TestWhatTheTunnelIsAskedFor(t *testing.T) {
 	}
 }
 
+// push sends text from one end to the other, through the pipes' buffers.
+func (b *bench) push(t *testing.T, from, to loop.Conn, text string) {
+	t.Helper()
+	got := ""
+	for sent := 0; sent < len(text); {
+		n, err := from.TryWrite([]byte(text[sent:]))
+		if err != nil && err != loop.ErrAgain {
+			t.Fatal(err)
+		}
+		sent += n
+		b.Settle()
+		part, then := all(to)
+		if then != "" {
+			t.Fatalf("after %d bytes the other side reads %q", len(got), then)
+		}
+		got += part
+		b.Settle()
+	}
+	if part, _ := all(to); got+part != text {
+		t.Fatalf("%d bytes sent, %d arrived, or others", len(text), len(got+part))
+	}
+	b.Settle()
+}
+
 func TestBytesHalfCloseAndReset(t *testing.T) {
 	for _, over := range []string{"1.2.3.4:80", "10.96.0.10:80"} {
 		open := func(t *testing.T) (*bench, *fakeRequest, loop.Conn) {
@@ -190,22 +214,9 @@ func TestBytesHalfCloseAndReset(t *testing.T) {
 			b.Settle()
 			return b, req, append(b.net.far, b.tunnel.far...)[0]
 		}
-		t.Run("half-close of the client first over "+over, func(t *testing.T) {
+		t.Run("DP-125 half-close of the client first over "+over, func(t *testing.T) {
 			b, req, server := open(t)
-			big := strings.Repeat("x", 1<<20)
-			sent := 0
-			for sent < len(big) { // through the pipes' buffers
-				n, err := req.app.TryWrite([]byte(big[sent:]))
-				if err != nil && err != loop.ErrAgain {
-					t.Fatal(err)
-				}
-				sent += n
-				b.Settle()
-				if text, then := all(server); then != "" || strings.Trim(text, "x") != "" {
-					t.Fatalf("server reads %d bytes, then %q", len(text), then)
-				}
-				b.Settle()
-			}
+			b.push(t, req.app, server, strings.Repeat("x", 1<<20))
 			b.exchange(t, req.app, "end")
 			if text, then := all(server); !strings.HasSuffix(text, "end") || then != "EOF" {
 				t.Errorf("server reads %q, then %q; want the end and EOF", text, then)
@@ -218,19 +229,20 @@ func TestBytesHalfCloseAndReset(t *testing.T) {
 				t.Errorf("access log %q", got)
 			}
 		})
-		t.Run("half-close of the server first over "+over, func(t *testing.T) {
+		t.Run("DP-126 half-close of the server first over "+over, func(t *testing.T) {
 			b, req, server := open(t)
 			b.exchange(t, server, "banner")
 			if text, then := all(req.app); text != "banner" || then != "EOF" {
 				t.Errorf("client reads %q, then %q", text, then)
 			}
-			b.exchange(t, req.app, "upload")
-			if text, then := all(server); text != "upload" || then != "EOF" {
+			b.push(t, req.app, server, strings.Repeat("x", 1<<20))
+			b.exchange(t, req.app, "end")
+			if text, then := all(server); text != "end" || then != "EOF" {
 				t.Errorf("server reads %q, then %q", text, then)
 			}
 		})
 		for _, who := range []string{"client", "server"} {
-			t.Run("reset by the "+who+" over "+over, func(t *testing.T) {
+			t.Run("DP-127 DP-128 reset by the "+who+" over "+over, func(t *testing.T) {
 				b, req, server := open(t)
 				from, to := req.app, server
 				if who == "server" {
@@ -243,6 +255,9 @@ func TestBytesHalfCloseAndReset(t *testing.T) {
 				}
 				if n := b.records.Stats().Open; n != 0 {
 					t.Errorf("%d records open, want 0", n)
+				}
+				if got := b.lines(t); strings.Contains(got, "error=") || !strings.Contains(got, `response_flags="-"`) {
+					t.Errorf("access log %q: a reset is an ordinary end", got)
 				}
 			})
 		}

@@ -97,7 +97,7 @@ func (p *Proxy) establish(ctx context.Context, req stack.TCPRequest, upstream lo
 	}
 	stream, ok := upstream.(hbone.Stream)
 	if !ok {
-		if p.cfg.Group.Add(startRelay(app, upstream, conn, p.cfg.Budget)) == nil {
+		if p.cfg.Group.Add(p.startRelay(app, upstream, conn)) == nil {
 			app.Reset()
 			upstream.Reset()
 			conn.Finish(loop.ErrStopped)
@@ -121,7 +121,7 @@ func (p *Proxy) relayStream(stream hbone.Stream, downstream, upstream loop.Conn,
 		conn.Finish(errTunnelLost)
 		return
 	}
-	stream.Ref().Child(startRelay(downstream, upstream, conn, p.cfg.Budget))
+	stream.Ref().Child(p.startRelay(downstream, upstream, conn))
 }
 
 // resetUnattached resets a Conn that no task has yet: a stream on the loop of its tunnel, any other at once.

@@ -60,6 +60,8 @@ type Config struct {
 	PolicyWait     time.Duration // for a policy that the workload lists: 1 s
 	DNSTimeout     time.Duration // of one question: 10 s
 
+	HalfClosedTimeout time.Duration // of a connection without bytes of which one side has ended: 1 h; negative: none
+
 	MaxQuestions int           // of the pod without an answer, and connections for them: 512
 	Questions    *stack.Limits // the same for the process; nil: none
 }
@@ -93,6 +95,7 @@ func New(cfg Config) (*Proxy, error) {
 		{&cfg.WorkloadWait, 5 * time.Second},
 		{&cfg.PolicyWait, time.Second},
 		{&cfg.DNSTimeout, 10 * time.Second},
+		{&cfg.HalfClosedTimeout, time.Hour},
 	} {
 		if *d.v == 0 {
 			*d.v = d.def

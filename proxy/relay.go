@@ -5,9 +5,11 @@ import (
 	"fmt"
 	"io"
 	"sync/atomic"
+	"time"
 
 	"ztun.dev/ztun/internal/hbone"
 	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/internal/telemetry"
 )
 
 // A Relay is the task that moves the bytes of one established connection between its two sides: what one sends the other gets,
@@ -19,7 +21,16 @@ type Relay struct {
 	down half
 	done bool
 
-	account loop.Account // what was read and did not fit
+	account    loop.Account // what was read and did not fit
+	limit      time.Duration
+	halfClosed *halfClosed // while it is
+}
+
+// A halfClosed watches a relay of which one side has sent its FIN: after limit without a byte it is over. It keeps time where nothing
+// else does: a side that is alive and silent answers every probe.
+type halfClosed struct {
+	moved uint64    // in both directions, at since
+	since time.Time // when the last byte was moved
 }
 
 // readAhead is how much a relay reads, in bytes, before it knows whether that fits, while the process's memory is full. A read of
@@ -39,17 +50,17 @@ type half struct {
 }
 
 // startRelay returns what begins a Relay on the loop of its Ref, or as the child of a tunnel. The Relay owns both Conns.
-func startRelay(downstream, upstream loop.Conn, conn *connection, budget *loop.Budget) func(r *loop.Ref) loop.Task {
+func (p *Proxy) startRelay(downstream, upstream loop.Conn, conn *connection) func(r *loop.Ref) loop.Task {
 	return func(r *loop.Ref) loop.Task {
 		y := &Relay{
-			ref: r, conn: conn, account: loop.NewAccount(budget),
+			ref: r, conn: conn, account: loop.NewAccount(p.cfg.Budget), limit: p.cfg.HalfClosedTimeout,
 			up:   newHalf("send", downstream, upstream, &conn.Received),
 			down: newHalf("receive", upstream, downstream, &conn.Sent),
 		}
 		if err := errors.Join(downstream.Attach(r), upstream.Attach(r)); err != nil {
 			downstream.Reset()
 			upstream.Reset()
-			conn.Finish(fmt.Errorf("relay: %w", err))
+			conn.Finish(&brokenError{"relay", err})
 			return nil
 		}
 		if f, ok := downstream.(loop.Fed); ok {
@@ -97,25 +108,89 @@ func (y *Relay) Turn(budget int) bool {
 		y.conn.Finish(nil)
 		y.ref.Remove()
 	default:
+		y.watchHalfClosed()
 		return upMore || downMore
 	}
 	return false
 }
 
-// abort resets both sides. A reset that came from one of them is an ordinary end; any other cause is told.
+// watchHalfClosed sets the timer once one side has ended, and notes when bytes were moved since.
+func (y *Relay) watchHalfClosed() {
+	if y.up.ended == y.down.ended || y.limit <= 0 {
+		return
+	}
+	moved := y.conn.Received.Load() + y.conn.Sent.Load()
+	switch h := y.halfClosed; {
+	case h == nil:
+		y.halfClosed = &halfClosed{moved, y.ref.Now()}
+		y.awaitBytes(y.limit)
+	case h.moved != moved:
+		h.moved, h.since = moved, y.ref.Now()
+	}
+}
+
+func (y *Relay) awaitBytes(d time.Duration) {
+	y.ref.After(d, func() {
+		if idle := y.ref.Now().Sub(y.halfClosed.since); idle < y.limit {
+			y.awaitBytes(y.limit - idle)
+			return
+		}
+		y.abort(&halfClosedError{y.limit})
+	})
+}
+
+// abort resets both sides.
 func (y *Relay) abort(cause error) {
 	if y.done {
 		return
 	}
 	y.done = true
 	y.account.Set(0)
+	cause = y.meant(cause)
 	y.up.src.Reset()
 	y.up.dst.Reset()
-	if errors.Is(cause, loop.ErrReset) {
-		cause = nil
-	}
 	y.conn.Finish(cause)
 	y.ref.Remove()
+}
+
+// meant is nil for a reset that one of the sides meant: an ordinary end. Others are the loss of a tunnel, or what the other end of it
+// calls an error.
+func (y *Relay) meant(cause error) error {
+	if !errors.Is(cause, loop.ErrReset) {
+		return cause
+	}
+	for _, h := range []*half{&y.up, &y.down} {
+		if s, ok := h.src.(hbone.Stream); ok && s.Broken() != nil {
+			return &brokenError{h.name, s.Broken()}
+		}
+	}
+	return nil
+}
+
+// A brokenError is the end of a connection that was established.
+type brokenError struct {
+	what string
+	err  error
+}
+
+func (e *brokenError) Error() string { return e.what + ": " + e.err.Error() }
+func (e *brokenError) Unwrap() error { return e.err }
+
+// Telemetry tells how it is counted: not as failed, because it was established.
+func (e *brokenError) Telemetry() (telemetry.Flag, telemetry.Reason) {
+	return telemetry.FlagReset, telemetry.ReasonReset
+}
+
+// A halfClosedError is the end of a connection of which one side had ended and the other was silent.
+type halfClosedError struct{ limit time.Duration }
+
+func (e *halfClosedError) Error() string {
+	return fmt.Sprintf("half-closed without a byte for %v", e.limit)
+}
+
+// Telemetry tells how it is counted.
+func (e *halfClosedError) Telemetry() (telemetry.Flag, telemetry.Reason) {
+	return telemetry.FlagReset, telemetry.ReasonTimeout
 }
 
 // pump moves up to about budget bytes and reports whether there may be more to move without waiting. It reads at most ahead bytes
@@ -136,10 +211,10 @@ func (h *half) pump(r *loop.Ref, budget, ahead int) (more bool, err error) {
 		case io.EOF:
 			h.ended = true
 			if err := h.dst.CloseWrite(); err != nil {
-				return false, fmt.Errorf("while closing connection: %s: %w", h.name, err)
+				return false, &brokenError{"while closing connection: " + h.name, err}
 			}
 		default:
-			return false, fmt.Errorf("%s: %w", h.name, err)
+			return false, &brokenError{h.name, err}
 		}
 	}
 	return !h.ended, nil
@@ -151,7 +226,7 @@ func (h *half) broken() error {
 		return nil
 	}
 	if err := h.checked.Check(); err != nil {
-		return fmt.Errorf("%s: %w", h.name, err)
+		return &brokenError{h.name, err}
 	}
 	return nil
 }
@@ -162,7 +237,7 @@ func (h *half) lost(r *loop.Ref) error {
 	if err == nil || err == loop.ErrAgain || err == io.EOF {
 		return nil
 	}
-	return fmt.Errorf("%s: %w", h.name, err)
+	return &brokenError{h.name, err}
 }
 
 // step moves bytes once, by the shortest way that the two ends have. It counts what dst took. io.EOF is src's; ErrAgain may

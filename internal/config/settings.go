@@ -199,7 +199,7 @@ var settings = []setting{
 	{"ZTUN_CONNECT_TIMEOUT", "connectTimeout", "10s", "limit of a TCP connect", func(c *Config) value { return positive(&c.ConnectTimeout) }, 0, ""},
 	{"ZTUN_HANDSHAKE_TIMEOUT", "handshakeTimeout", "10s", "limit of TLS and HTTP/2 set-up together", func(c *Config) value { return positive(&c.HandshakeTimeout) }, 0, ""},
 	{"ZTUN_RESPONSE_TIMEOUT", "responseTimeout", "20s", "limit of the answer to a CONNECT", func(c *Config) value { return positive(&c.ResponseTimeout) }, 0, ""},
-	{"ZTUN_HALF_CLOSED_TIMEOUT", "halfClosedTimeout", "1h", "half-closed connection without bytes; 0: no limit", func(c *Config) value { return (*durationValue)(&c.HalfClosedTimeout) }, unused, ""},
+	{"ZTUN_HALF_CLOSED_TIMEOUT", "halfClosedTimeout", "1h", "half-closed connection without bytes; 0: no limit", func(c *Config) value { return (*durationValue)(&c.HalfClosedTimeout) }, 0, ""},
 	{"CONNECTION_TERMINATION_DEADLINE", "connectionTerminationDeadline", "5s", "time for open connections when the process ends", func(c *Config) value { return (*durationValue)(&c.TerminationDeadline) }, 0, ""},
 	{"TERMINATION_GRACE_PERIOD_SECONDS", "terminationGracePeriodSeconds", "", "if CONNECTION_TERMINATION_DEADLINE is not set, that is 5 s less than this above 10, else 1 s less, at least 1 s", func(c *Config) value { return secondsValue{&c.TerminationGracePeriod} }, 0, ""},
 

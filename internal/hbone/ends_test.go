@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"testing"
 	"time"
@@ -251,5 +252,63 @@ func TestStreamResetNoError(t *testing.T) {
 		if string(x.got) != "part" || x.err != want {
 			t.Errorf("END_STREAM %v: read %q, then %v; want %q, then %v", end, x.got, x.err, "part", want)
 		}
+	}
+}
+
+// TestStreamBroken: a stream tells whether its reset was meant.
+func TestStreamBroken(t *testing.T) {
+	tests := []struct {
+		name string
+		end  func(ms *mesh, atServer *stream)
+		want string // what Broken says; "": nothing
+	}{
+		{"cancelled", func(_ *mesh, s *stream) { _ = s.Reset() }, ""},
+		{"not wanted", func(_ *mesh, s *stream) { s.t.eng.Reset(s.id, http2.ErrCodeNo); s.release(); s.t.kick() }, ""},
+		{"an error of the peer", func(_ *mesh, s *stream) { s.t.eng.Reset(s.id, http2.ErrCodeInternal); s.release(); s.t.kick() }, "stream reset: INTERNAL_ERROR"},
+		{"lost tunnel", func(ms *mesh, _ *stream) { _ = ms.conns[0].Reset() }, "tunnel lost: loop: connection reset"},
+		{"tunnel closed by the peer", func(_ *mesh, s *stream) { s.t.cut() }, "tunnel lost: hbone: the peer closed the tunnel: unexpected EOF"},
+		{"tunnel closed by us", func(ms *mesh, _ *stream) {
+			for p := range ms.pool.tunnels {
+				p.t.cut()
+			}
+		}, ""},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			var atServer *stream
+			ms := newMesh(t, meshConfig{handler: func(_ context.Context, r *Request) {
+				_ = r.Accept(Headers{}, func(s Stream) { atServer = s.(*stream) })
+			}})
+			s := ms.mustOpen()
+			var read, broken error
+			s.Ref().Post(func() {
+				s.Ref().Child(func(r *loop.Ref) loop.Task {
+					_ = s.Attach(r)
+					return turnFunc(func(int) bool {
+						if _, err := s.TryRead(make([]byte, 1)); err != loop.ErrAgain && read == nil {
+							read, broken = err, s.Broken()
+							_ = s.Reset()
+							r.Remove()
+						}
+						return false
+					})
+				})
+			})
+			ms.m.Settle()
+			if read != nil {
+				t.Fatalf("reads %v before the end", read)
+			}
+			s.Ref().Post(func() { tt.end(ms, atServer) })
+			ms.m.Advance(time.Minute)
+			if !errors.Is(read, loop.ErrReset) {
+				t.Fatalf("reads %v, want a reset", read)
+			}
+			if got := fmt.Sprint(broken); got != tt.want && (broken != nil || tt.want != "") {
+				t.Errorf("Broken = %v, want %q", broken, tt.want)
+			}
+			if err := s.Broken(); err != nil {
+				t.Errorf("after Reset Broken is %v", err)
+			}
+		})
 	}
 }

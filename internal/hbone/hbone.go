@@ -54,6 +54,10 @@ type Stream interface {
 	// Peer is the identity that the other side of the tunnel proved.
 	Peer() workload.Identity
 
+	// Broken is why a Stream that reads as reset has ended, if neither side meant it to: by RST_STREAM with another code than
+	// NO_ERROR and CANCEL, or because the tunnel was lost. It is nil otherwise, and after Reset or Close.
+	Broken() error
+
 	// Response is what the other side sent with the 200; of an accepted request, what this side sent.
 	Response() Headers
 }

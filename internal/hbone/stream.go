@@ -2,6 +2,7 @@ package hbone
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"net/netip"
 
@@ -41,7 +42,8 @@ type stream struct {
 	gotEnd   bool
 	noWrite  bool // RST_STREAM(NO_ERROR): the peer wants nothing more; what it sent is good, but no end without END_STREAM
 	reset    bool
-	answered bool // of a request
+	why      error // of the reset, if neither side meant it
+	answered bool  // of a request
 	released bool
 }
 
@@ -53,9 +55,21 @@ var (
 	_ Receiver      = (*stream)(nil)
 )
 
-func (s *stream) Ref() *loop.Ref            { return s.t.ref }
-func (s *stream) Peer() workload.Identity   { return s.t.peer }
-func (s *stream) Response() Headers         { return s.response }
+func (s *stream) Ref() *loop.Ref          { return s.t.ref }
+func (s *stream) Peer() workload.Identity { return s.t.peer }
+func (s *stream) Response() Headers       { return s.response }
+
+// Broken implements Stream.
+func (s *stream) Broken() error {
+	switch {
+	case s.released:
+		return nil
+	case s.why == nil && !s.gotEnd:
+		return s.t.broken()
+	}
+	return s.why
+}
+
 func (s *stream) LocalAddr() netip.AddrPort { return s.t.local }
 
 func (s *stream) RemoteAddr() netip.AddrPort { return s.t.remote }
@@ -302,6 +316,9 @@ func (s *stream) wasReset(code http2.ErrCode, err error) {
 		s.noWrite = true
 	} else {
 		s.reset = true
+		if code != http2.ErrCodeCancel {
+			s.why = fmt.Errorf("stream reset: %s", code)
+		}
 		s.dropQueue()
 	}
 	if s.cancel != nil {
@@ -320,6 +337,7 @@ func (s *stream) complete() bool {
 func (s *stream) lost(err error) {
 	delete(s.t.streams, s.id)
 	s.reset = true
+	s.why = s.t.broken()
 	s.dropQueue()
 	if s.cancel != nil {
 		s.cancel()

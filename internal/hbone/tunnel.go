@@ -325,6 +325,14 @@ func (t *tunnel) cut() {
 // dead reports that nothing can be done with the streams any more.
 func (t *tunnel) dead() bool { return t.err != nil || t.ref.Removed() }
 
+// broken is why the tunnel is over, if that was not our doing.
+func (t *tunnel) broken() error {
+	if t.err == nil || errors.Is(t.err, errTunnelClosed) {
+		return nil
+	}
+	return fmt.Errorf("tunnel lost: %w", t.err)
+}
+
 // arm sets the timer of the keepalive.
 func (t *tunnel) arm() {
 	t.ref.After(max(time.Millisecond, t.eng.Deadline().Sub(t.ref.Now())), func() {

@@ -135,6 +135,14 @@ func (n *Node) keepaliveTime() time.Duration {
 	return n.cfg.KeepaliveTime
 }
 
+// unlessZero turns a limit whose zero means none into one whose zero means the default.
+func unlessZero(d time.Duration) time.Duration {
+	if d == 0 {
+		return -1
+	}
+	return d
+}
+
 // asBackend keeps a nil pointer from becoming a backend that is not nil.
 func asBackend[B backend](b B, err error) (backend, error) {
 	if err != nil {
@@ -178,7 +186,7 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, l
 	px, err := proxy.New(proxy.Config{
 		Client: c, Local: local, Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: l.pool, DNS: dns,
 		Questions: n.questions, Records: n.records, Connections: n.conns, Group: n.group, Rand: n.rand, Log: l.log, ConnectTimeout: n.cfg.ConnectTimeout,
-		Budget: n.budget,
+		Budget: n.budget, HalfClosedTimeout: unlessZero(n.cfg.HalfClosedTimeout),
 	})
 	if err != nil {
 		return nil, err

@@ -1,0 +1,174 @@
+package proxy
+
+import (
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"ztun.dev/ztun/internal/loop"
+)
+
+func TestHalfClosedConnectionWithoutBytes(t *testing.T) {
+	const over = `error="half-closed without a byte for 1h0m0s" response_flags="STREAM_RESET"`
+	half := func(t *testing.T, limit time.Duration) (*bench, *fakeRequest, loop.Conn) {
+		b := newBench(t, newMesh())
+		if limit != 0 {
+			b.cfg.HalfClosedTimeout = limit
+		}
+		req := request("1.2.3.4:80")
+		b.ServeTCP(t.Context(), req)
+		b.Settle()
+		return b, req, b.net.far[0]
+	}
+	isReset := func(conns ...loop.Conn) bool {
+		for _, c := range conns {
+			if _, then := all(c); then != loop.ErrReset.Error() {
+				return false
+			}
+		}
+		return true
+	}
+	for _, who := range []string{"client", "server"} {
+		t.Run("FIN of the "+who, func(t *testing.T) {
+			b, req, server := half(t, 0)
+			from, to := req.app, server
+			if who == "server" {
+				from, to = server, req.app
+			}
+			b.exchange(t, from, "last")
+			b.Advance(59 * time.Minute)
+			if text, then := all(to); text != "last" || then != "EOF" {
+				t.Fatalf("the other side reads %q, then %q", text, then)
+			}
+			b.push(t, to, from, "one more byte") // an hour anew
+			b.Advance(59*time.Minute + 59*time.Second)
+			if isReset(from) {
+				t.Fatal("cut within an hour of the last byte")
+			}
+			b.Advance(2 * time.Second)
+			if !isReset(from, to) {
+				t.Error("not cut after an hour without a byte")
+			}
+			if got := b.lines(t); !strings.Contains(got, over) {
+				t.Errorf("access log %q lacks %q", got, over)
+			}
+		})
+	}
+	t.Run("FP-04 FP-06 open in both directions", func(t *testing.T) {
+		b, req, server := half(t, 0)
+		b.Advance(100 * time.Hour)
+		b.push(t, req.app, server, "still there")
+		b.push(t, server, req.app, "still there")
+		if n := b.Group().Stats().Timers; n != 0 {
+			t.Errorf("%d timers", n)
+		}
+		req.app.Reset()
+		b.Settle()
+	})
+	t.Run("the other side ends as well", func(t *testing.T) {
+		b, req, server := half(t, 0)
+		b.exchange(t, req.app, "x")
+		if n := b.Group().Stats().Timers; n != 1 {
+			t.Errorf("%d timers while it is half closed, want 1", n)
+		}
+		b.exchange(t, server, "y")
+		if n := b.Group().Stats(); n.Timers != 0 || n.Tasks != 0 {
+			t.Errorf("left: %+v", n)
+		}
+		if got := b.lines(t); strings.Contains(got, "error=") {
+			t.Errorf("access log %q", got)
+		}
+	})
+	t.Run("no limit", func(t *testing.T) {
+		b, req, server := half(t, -1)
+		b.exchange(t, req.app, "x")
+		b.Advance(100 * time.Hour)
+		b.push(t, server, req.app, "still there")
+		req.app.Reset()
+		b.Settle()
+	})
+}
+
+// A deaf Conn takes nothing more, though it goes on sending.
+type deaf struct {
+	loop.Conn
+	err *error
+}
+
+func (d deaf) TryWrite(p []byte) (int, error) {
+	if *d.err != nil {
+		return 0, *d.err
+	}
+	return d.Conn.TryWrite(p)
+}
+
+// Once one direction cannot be written its source is not read any more, but reset: it would go on sending into nothing.
+func TestDirectionThatCannotBeWritten(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		err  error
+		line string
+	}{
+		{"reset", loop.ErrReset, `response_flags="-"`},
+		{"another error", errors.New("connection timed out"), `error="send: connection timed out" response_flags="STREAM_RESET"`},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			b := newBench(t, newMesh())
+			var broken error
+			b.net.wrap = func(c loop.Conn) loop.Conn { return deaf{c, &broken} }
+			req := request("1.2.3.4:80")
+			b.ServeTCP(t.Context(), req)
+			b.Settle()
+			server := b.net.far[0]
+			b.push(t, req.app, server, "request")
+			broken = tt.err
+			server.TryWrite([]byte("answer"))
+			req.app.TryWrite([]byte("more"))
+			if n, err := all(req.app); n != "" || err != "" {
+				t.Fatalf("before the relay's turn: %q, %q", n, err)
+			}
+			b.Step()
+			b.Settle()
+			for name, c := range map[string]loop.Conn{"client": req.app, "server": server} {
+				if _, then := all(c); then != loop.ErrReset.Error() {
+					t.Errorf("the %s reads %q, want a reset", name, then)
+				}
+			}
+			if got := b.lines(t); !strings.Contains(got, tt.line) || !strings.Contains(got, "bytes_recv=6") {
+				t.Errorf("access log %q lacks %q, or the answer, which had arrived", got, tt.line)
+			}
+			if n := b.Group().Stats(); n.Tasks != 0 {
+				t.Errorf("left: %+v", n)
+			}
+		})
+	}
+}
+
+// What broke a connection is told apart from what somebody meant.
+func TestResetThatNobodyMeant(t *testing.T) {
+	for _, tt := range []struct {
+		name   string
+		broken error
+		line   string
+	}{
+		{"a lost tunnel", errors.New("tunnel lost: unexpected EOF"), `error="receive: tunnel lost: unexpected EOF" response_flags="STREAM_RESET"`},
+		{"a reset by the peer", nil, `response_flags="-"`},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			b := newBench(t, newMesh())
+			req := request("10.96.0.10:80")
+			b.ServeTCP(t.Context(), req)
+			b.Settle()
+			b.tunnel.broken = tt.broken
+			b.tunnel.far[0].Reset()
+			b.Settle()
+			if _, then := all(req.app); then != loop.ErrReset.Error() {
+				t.Errorf("the client reads %q, want a reset", then)
+			}
+			if got := b.lines(t); !strings.Contains(got, tt.line) || tt.broken == nil && strings.Contains(got, "error=") {
+				t.Errorf("access log %q lacks %q", got, tt.line)
+			}
+		})
+	}
+}
