@@ -1,0 +1,213 @@
+package interop
+
+import (
+	"context"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"log/slog"
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"ztun.dev/ztun/internal/ca"
+	"ztun.dev/ztun/internal/hbone"
+	"ztun.dev/ztun/internal/identity"
+	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/internal/underlay"
+	"ztun.dev/ztun/internal/workload"
+	"ztun.dev/ztun/tun"
+)
+
+// Who is who, and where. The port is Istio's.
+var (
+	ztunID = workload.Identity{TrustDomain: "cluster.local", Namespace: "shop", ServiceAccount: "ztun"}
+	peerID = workload.Identity{TrustDomain: "cluster.local", Namespace: "shop", ServiceAccount: "peer"}
+
+	ztunAddr = netip.MustParseAddrPort("127.0.0.3:15008")
+	peerAddr = netip.MustParseAddrPort("127.0.0.2:15008")
+)
+
+// patience is how long anything may take that happens at once on an idle machine.
+const patience = 60 * time.Second
+
+// A mesh is the ztun side: what a node has for a pod, with the pieces that a node has.
+type mesh struct {
+	group  *loop.Group
+	under  *underlay.Underlay
+	ids    *identity.Manager
+	server *hbone.Server
+	pool   *hbone.Pool
+
+	requests chan *hbone.Request // that were accepted, in the order of streams
+	streams  chan hbone.Stream
+	reject   func(r *hbone.Request) (status int, reason string) // nil: accept
+}
+
+// A dialer dials tunnels.
+type dialer struct{ u *underlay.Underlay }
+
+func (d dialer) Dial(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) {
+	return d.u.DialPeer(ctx, dst)
+}
+
+func newMesh(t *testing.T) *mesh {
+	t.Helper()
+	log := slog.New(slog.DiscardHandler)
+	m := &mesh{requests: make(chan *hbone.Request, 1000), streams: make(chan hbone.Stream, 1000)}
+	var err error
+	check := func() {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	m.group, err = loop.New(loop.Config{Loops: 2, Sparse: 1, Now: time.Now})
+	check()
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error)
+	go func() { done <- m.group.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		if s := m.group.Stats(); s != (loop.Stats{}) {
+			t.Errorf("after the end the group holds %+v", s)
+		}
+	})
+	authority, err := ca.New(time.Now)
+	check()
+	m.ids, err = identity.New(identity.Config{CA: authority, Now: time.Now, Log: log})
+	check()
+	t.Cleanup(m.ids.Close)
+	ns, err := tun.CurrentNetns()
+	check()
+	t.Cleanup(func() { ns.Close() })
+	m.under, err = underlay.New(underlay.Config{
+		Netns: ns, Group: m.group, Marks: tun.Marks{Own: 0x539, Deliver: 0x111}, Rand: rand.Uint64, Log: log,
+	})
+	check()
+	m.newPool(t)
+	m.serve(t)
+	return m
+}
+
+// newPool gives the mesh a pool without tunnels.
+func (m *mesh) newPool(t *testing.T) {
+	t.Helper()
+	pool, err := hbone.NewPool(hbone.PoolConfig{Group: m.group, Dialer: dialer{m.under}, TLS: m.ids.Client(ztunID)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.pool = pool
+	t.Cleanup(func() { closing(t, "pool", pool.Close) })
+}
+
+// serve listens for tunnels.
+func (m *mesh) serve(t *testing.T) {
+	t.Helper()
+	l, err := m.under.Listen(ztunAddr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.server, err = hbone.NewServer(hbone.ServerConfig{Group: m.group, TLS: m.ids.Server(ztunID), Handler: m, Resume: l.Resume})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Limit(m.server.Accepting)
+	if err := l.Start(m.server.Serve); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		closing(t, "server", m.server.Close)
+		if err := l.Close(context.Background()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// closing is an orderly end, which all streams are given a moment for: tests end theirs.
+func closing(t *testing.T, what string, end func(context.Context) error) {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	if err := end(ctx); err != nil {
+		t.Errorf("%s: streams are left: %v", what, err)
+	}
+}
+
+// ServeConnect implements hbone.Handler.
+func (m *mesh) ServeConnect(_ context.Context, r *hbone.Request) {
+	if m.reject != nil {
+		if status, reason := m.reject(r); status != 0 {
+			r.Reject(status, reason)
+			return
+		}
+	}
+	if err := r.Accept(hbone.Headers{Baggage: "service.name=ztun"}, func(s hbone.Stream) {
+		m.requests <- r
+		m.streams <- s
+	}); err != nil && !errors.Is(err, loop.ErrReset) {
+		panic(err)
+	}
+}
+
+// view is a blocking view of a stream, whose calls fail after a while.
+func view(t *testing.T, s hbone.Stream) *loop.Blocked {
+	b := s.Ref().Blocking(context.Background(), s)
+	if err := b.SetDeadline(time.Now().Add(patience)); err != nil {
+		t.Error(err)
+	}
+	return b
+}
+
+// open opens a stream to the peer.
+func (m *mesh) open(authority string) (hbone.Stream, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	return m.pool.Open(ctx, hbone.Target{
+		NextHop: peerAddr, Authority: authority, Accept: []workload.Identity{peerID},
+		Headers: hbone.Headers{
+			Baggage:     "k8s.cluster.name=Kubernetes,k8s.namespace.name=shop",
+			Forwarded:   `for="10.244.2.9:41234"`,
+			Traceparent: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00",
+		},
+	})
+}
+
+// accepted is the next stream that a peer has opened.
+func (m *mesh) accepted(t *testing.T) (hbone.Stream, *hbone.Request) {
+	t.Helper()
+	select {
+	case s := <-m.streams:
+		return s, <-m.requests
+	case <-time.After(patience):
+		t.Fatal("the peer opens no stream")
+		return nil, nil
+	}
+}
+
+// peerFiles writes certificate, key and root of the peer for programs that read files.
+func (m *mesh) peerFiles(t *testing.T) (cert, key, root string) {
+	t.Helper()
+	c, err := m.ids.Certificate(t.Context(), peerID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	der, err := x509.MarshalPKCS8PrivateKey(c.TLS.PrivateKey)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	write := func(name, typ string, der []byte) string {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, pem.EncodeToMemory(&pem.Block{Type: typ, Bytes: der}), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	return write("cert.pem", "CERTIFICATE", c.TLS.Certificate[0]), write("key.pem", "PRIVATE KEY", der), write("root.pem", "CERTIFICATE", c.RootList[0].Raw)
+}
