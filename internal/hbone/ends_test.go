@@ -221,37 +221,63 @@ func TestTunnelLinger(t *testing.T) {
 	ms.m.Settle()
 }
 
-// TestStreamResetNoError: RST_STREAM(NO_ERROR) ends only our sending. Without END_STREAM before it, what came is no whole.
-func TestStreamResetNoError(t *testing.T) {
-	for _, end := range []bool{false, true} {
-		ms := newMesh(t, meshConfig{handler: func(_ context.Context, r *Request) {
-			_ = r.Accept(Headers{}, func(s Stream) {
-				_, _ = s.TryWrite([]byte("part"))
-				if end {
-					_ = s.CloseWrite()
+// TestStreamResetRead: what a reader gets of a stream that was reset. After END_STREAM nothing is missing, and the reset only
+// refuses what we would send: bytes, not the absence of them.
+func TestStreamResetRead(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		code http2.ErrCode
+		end  bool
+		want string
+		err  error
+	}{
+		{"RST_STREAM(CANCEL)", http2.ErrCodeCancel, false, "", loop.ErrReset},
+		{"RST_STREAM(NO_ERROR)", http2.ErrCodeNo, false, "part", loop.ErrReset},
+		{"RST_STREAM(CANCEL) after END_STREAM", http2.ErrCodeCancel, true, "part", io.EOF},
+		{"RST_STREAM(NO_ERROR) after END_STREAM", http2.ErrCodeNo, true, "part", io.EOF},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			ms := newMesh(t, meshConfig{handler: func(_ context.Context, r *Request) {
+				_ = r.Accept(Headers{}, func(s Stream) {
+					_, _ = s.TryWrite([]byte("part"))
+					if tt.end {
+						_ = s.CloseWrite()
+					}
+					st := s.(*stream)
+					st.t.eng.Reset(st.id, tt.code)
+					st.release()
+					st.t.kick()
+				})
+			}})
+			s := ms.mustOpen()
+			x := &exchange{s: s}
+			s.Ref().Post(func() {
+				if _, err := s.TryWrite([]byte("unwanted")); !errors.Is(err, loop.ErrReset) {
+					t.Errorf("TryWrite = %v, want ErrReset", err)
 				}
-				st := s.(*stream)
-				st.t.eng.Reset(st.id, http2.ErrCodeNo)
-				st.release()
-				st.t.kick()
+				if tt.end {
+					silent, app := loop.Pipe()
+					from := s.(Receiver)
+					if n, err := from.TryReadFrom(silent, 10); n != 0 || err != loop.ErrAgain {
+						t.Errorf("TryReadFrom of a silent source = %d, %v; want ErrAgain", n, err)
+					}
+					_, _ = app.TryWrite([]byte("x"))
+					_ = app.CloseWrite()
+					if n, err := from.TryReadFrom(silent, 10); n != 0 || err != loop.ErrReset {
+						t.Errorf("TryReadFrom of a source with bytes = %d, %v; want ErrReset", n, err)
+					}
+					var source *SourceError
+					if n, err := from.TryReadFrom(silent, 10); n != 0 || !errors.As(err, &source) || source.Err != io.EOF {
+						t.Errorf("TryReadFrom of a source at its end = %d, %v; want its EOF", n, err)
+					}
+				}
+				x.start()
 			})
-		}})
-		s := ms.mustOpen()
-		want := loop.ErrReset
-		if end {
-			want = io.EOF
-		}
-		x := &exchange{s: s}
-		s.Ref().Post(func() {
-			if _, err := s.TryWrite([]byte("unwanted")); !errors.Is(err, loop.ErrReset) {
-				t.Errorf("TryWrite = %v, want ErrReset", err)
+			ms.m.Settle()
+			if string(x.got) != tt.want || x.err != tt.err {
+				t.Errorf("read %q, then %v; want %q, then %v", x.got, x.err, tt.want, tt.err)
 			}
-			x.start()
 		})
-		ms.m.Settle()
-		if string(x.got) != "part" || x.err != want {
-			t.Errorf("END_STREAM %v: read %q, then %v; want %q, then %v", end, x.got, x.err, "part", want)
-		}
 	}
 }
 

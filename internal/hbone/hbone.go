@@ -43,8 +43,9 @@ type Target struct {
 
 // A Stream is one CONNECT that was answered with 200: a loop.Conn whose calls belong on the loop of its tunnel.
 // Reset sends RST_STREAM(CANCEL). A received RST_STREAM reads as loop.ErrReset: at once, or, with the code NO_ERROR, after what
-// came before it, unless END_STREAM did. So does a lost tunnel for a stream whose END_STREAM has not arrived; one that was
-// received in full stays readable until it is closed. LocalAddr and RemoteAddr are those of the tunnel.
+// came before it. If END_STREAM came before it, it only says that the peer wants nothing more, as an RST after a FIN does: what
+// was received stays readable, and io.EOF follows. A lost tunnel is a reset for a stream whose END_STREAM has not arrived; one
+// that was received in full stays readable until it is closed. LocalAddr and RemoteAddr are those of the tunnel.
 type Stream interface {
 	loop.Conn
 

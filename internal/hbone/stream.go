@@ -40,7 +40,7 @@ type stream struct {
 
 	lending  bool // the queue holds pieces of the turn's buffer
 	gotEnd   bool
-	noWrite  bool // RST_STREAM(NO_ERROR): the peer wants nothing more; what it sent is good, but no end without END_STREAM
+	noWrite  bool // RST_STREAM with NO_ERROR or after END_STREAM: the peer wants nothing more; what it sent is good, but no end without END_STREAM
 	reset    bool
 	why      error // of the reset, if neither side meant it
 	answered bool  // of a request
@@ -232,8 +232,19 @@ func (s *stream) TryWritev(bufs [][]byte) (int, error) {
 
 // TryReadFrom implements Receiver: src is read into the place of a DATA frame.
 func (s *stream) TryReadFrom(src loop.Conn, limit int) (int, error) {
-	if s.broken() || s.noWrite {
+	if s.broken() {
 		return 0, loop.ErrReset
+	}
+	if s.noWrite {
+		// Only bytes are refused: until there are some, the other direction goes on, and src may end by itself.
+		n, err := src.TryRead(s.t.ref.Scratch()[:1])
+		switch {
+		case n > 0:
+			return 0, loop.ErrReset
+		case err != nil && err != loop.ErrAgain:
+			err = &SourceError{err}
+		}
+		return 0, err
 	}
 	p, err := s.t.eng.Reserve(s.id, limit)
 	if err != nil {
@@ -312,7 +323,7 @@ func (s *stream) wasReset(code http2.ErrCode, err error) {
 		s.t.opened(o, nil, err)
 		return
 	}
-	if code == http2.ErrCodeNo {
+	if code == http2.ErrCodeNo || s.gotEnd {
 		s.noWrite = true
 	} else {
 		s.reset = true
