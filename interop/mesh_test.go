@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -31,6 +32,9 @@ var (
 	peerAddr = netip.MustParseAddrPort("127.0.0.2:15008")
 )
 
+// authority is what peers put into the CONNECTs that they open.
+const authority = "10.0.0.1:80"
+
 // patience is how long anything may take that happens at once on an idle machine.
 const patience = 60 * time.Second
 
@@ -44,7 +48,8 @@ type mesh struct {
 
 	requests chan *hbone.Request // that were accepted, in the order of streams
 	streams  chan hbone.Stream
-	reject   func(r *hbone.Request) (status int, reason string) // nil: accept
+	baggage  string       // that requests have to have
+	status   atomic.Int32 // that requests are rejected with; 0: none
 }
 
 // A dialer dials tunnels.
@@ -54,7 +59,8 @@ func (d dialer) Dial(ctx context.Context, dst netip.AddrPort) (loop.Conn, error)
 	return d.u.DialPeer(ctx, dst)
 }
 
-func newMesh(t *testing.T) *mesh {
+// newMesh returns a mesh whose tunnels take new streams for age only (0: for ever), and then go away gracefully.
+func newMesh(t *testing.T, age time.Duration) *mesh {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
 	m := &mesh{requests: make(chan *hbone.Request, 1000), streams: make(chan hbone.Stream, 1000)}
@@ -91,15 +97,16 @@ func newMesh(t *testing.T) *mesh {
 		Netns: ns, Group: m.group, Marks: tun.Marks{Own: 0x539, Deliver: 0x111}, Rand: rand.Uint64, Log: log,
 	})
 	check()
-	m.newPool(t)
-	m.serve(t)
+	m.newPool(t, hbone.PoolConfig{MaxAge: age})
+	m.serve(t, age)
 	return m
 }
 
 // newPool gives the mesh a pool without tunnels.
-func (m *mesh) newPool(t *testing.T) {
+func (m *mesh) newPool(t *testing.T, cfg hbone.PoolConfig) {
 	t.Helper()
-	pool, err := hbone.NewPool(hbone.PoolConfig{Group: m.group, Dialer: dialer{m.under}, TLS: m.ids.Client(ztunID)})
+	cfg.Group, cfg.Dialer, cfg.TLS = m.group, dialer{m.under}, m.ids.Client(ztunID)
+	pool, err := hbone.NewPool(cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -108,13 +115,13 @@ func (m *mesh) newPool(t *testing.T) {
 }
 
 // serve listens for tunnels.
-func (m *mesh) serve(t *testing.T) {
+func (m *mesh) serve(t *testing.T, age time.Duration) {
 	t.Helper()
 	l, err := m.under.Listen(ztunAddr)
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.server, err = hbone.NewServer(hbone.ServerConfig{Group: m.group, TLS: m.ids.Server(ztunID), Handler: m, Resume: l.Resume})
+	m.server, err = hbone.NewServer(hbone.ServerConfig{Group: m.group, TLS: m.ids.Server(ztunID), Handler: m, Resume: l.Resume, MaxAge: age})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -141,11 +148,9 @@ func closing(t *testing.T, what string, end func(context.Context) error) {
 
 // ServeConnect implements hbone.Handler.
 func (m *mesh) ServeConnect(_ context.Context, r *hbone.Request) {
-	if m.reject != nil {
-		if status, reason := m.reject(r); status != 0 {
-			r.Reject(status, reason)
-			return
-		}
+	if status := m.status.Load(); status != 0 {
+		r.Reject(int(status), "not today")
+		return
 	}
 	if err := r.Accept(hbone.Headers{Baggage: "service.name=ztun"}, func(s hbone.Stream) {
 		m.requests <- r
@@ -164,12 +169,12 @@ func view(t *testing.T, s hbone.Stream) *loop.Blocked {
 	return b
 }
 
-// open opens a stream to the peer.
-func (m *mesh) open(authority string) (hbone.Stream, error) {
+// open opens a stream by way of the peer at to.
+func (m *mesh) open(to netip.AddrPort, authority string) (hbone.Stream, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	return m.pool.Open(ctx, hbone.Target{
-		NextHop: peerAddr, Authority: authority, Accept: []workload.Identity{peerID},
+		NextHop: to, Authority: authority, Accept: []workload.Identity{peerID},
 		Headers: hbone.Headers{
 			Baggage:     "k8s.cluster.name=Kubernetes,k8s.namespace.name=shop",
 			Forwarded:   `for="10.244.2.9:41234"`,
@@ -179,14 +184,17 @@ func (m *mesh) open(authority string) (hbone.Stream, error) {
 }
 
 // accepted is the next stream that a peer has opened.
-func (m *mesh) accepted(t *testing.T) (hbone.Stream, *hbone.Request) {
+func (m *mesh) accepted(t *testing.T) hbone.Stream {
 	t.Helper()
 	select {
 	case s := <-m.streams:
-		return s, <-m.requests
+		if r := <-m.requests; r.Peer != peerID || r.Authority != authority || r.Headers.Baggage != m.baggage {
+			t.Errorf("the request is of %v for %s with %+v", r.Peer, r.Authority, r.Headers)
+		}
+		return s
 	case <-time.After(patience):
 		t.Fatal("the peer opens no stream")
-		return nil, nil
+		return nil
 	}
 }
 

@@ -3,6 +3,7 @@ package interop
 import (
 	"bufio"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"strings"
@@ -64,14 +65,33 @@ func startNode(t *testing.T, m *mesh, args ...string) *program {
 	return p
 }
 
+// TestNodeServer: our Pool opens streams on Node's http2 server.
 func TestNodeServer(t *testing.T) {
-	m := newMesh(t)
-	startNode(t, m, "server", peerAddr.Addr().String(), "15008")
-	toPeer(m, newApp(t)).run(t)
+	withAges(t, func(t *testing.T, m *mesh) {
+		node := startNode(t, m, "server", peerAddr.Addr().String(), "15008")
+		a := newApp(t)
+		r := toPeer(m, peerAddr, a)
+		r.run(t)
+		t.Run("refused", func(t *testing.T) { refused(t, m, peerAddr) })
+		t.Run("goes away", func(t *testing.T) {
+			goesAway(t, m, r, func() {
+				if _, err := io.WriteString(node.stdin, "drain\n"); err != nil {
+					t.Fatal(err)
+				}
+			})
+		})
+	})
 }
 
+// TestNodeClient: Node's http2 client opens streams on our Server.
 func TestNodeClient(t *testing.T) {
-	m := newMesh(t)
-	startNode(t, m, "client", "127.0.0.1", "7001", "https://"+ztunAddr.String(), "10.0.0.1:80")
-	fromPeer(m, "127.0.0.1:7001").run(t)
+	withAges(t, func(t *testing.T, m *mesh) {
+		m.baggage = "service.name=node"
+		const apps = "127.0.0.1:7001"
+		startNode(t, m, "client", "127.0.0.1", "7001", "https://"+ztunAddr.String(), authority)
+		r := fromPeer(m, apps)
+		r.run(t)
+		t.Run("rejected", func(t *testing.T) { rejected(t, m, r, apps) })
+		t.Run("drained", func(t *testing.T) { drained(t, m, r, func() (net.Conn, error) { return net.Dial("tcp", apps) }) })
+	})
 }

@@ -6,11 +6,15 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/http"
+	"net/netip"
+	"os"
 	"sync"
 	"syscall"
 	"testing"
 	"time"
 
+	"ztun.dev/ztun/internal/hbone"
 	"ztun.dev/ztun/internal/loop"
 )
 
@@ -58,6 +62,13 @@ const (
 	resetByOursName   = "DP-127 reset by ours"
 	resetByTheirsName = "DP-128 reset by theirs"
 )
+
+// withAges runs a test twice. The second time our tunnels take new streams for 30 ms only and then go away gracefully, all the
+// time, under whatever the test is doing: no stream may see anything of it.
+func withAges(t *testing.T, test func(t *testing.T, m *mesh)) {
+	t.Run("lasting tunnels", func(t *testing.T) { test(t, newMesh(t, 0)) })
+	t.Run("GOAWAY every 30 ms", func(t *testing.T) { test(t, newMesh(t, 30*time.Millisecond)) })
+}
 
 // suite is what every peer has to get right with us, in both directions.
 var suite = []struct {
@@ -374,13 +385,16 @@ func ready(t *testing.T, c *net.TCPConn) *net.TCPConn {
 	return c
 }
 
-// toPeer is the route on which we open streams.
-func toPeer(m *mesh, a *app) *route {
+// toPeer is the route on which we open streams, by way of the peer at addr.
+func toPeer(m *mesh, addr netip.AddrPort, a *app) *route {
 	return &route{open: func(t *testing.T) pair {
 		t.Helper()
-		s, err := m.open(a.authority())
+		s, err := m.open(addr, a.authority())
 		if err != nil {
 			t.Fatal(err)
+		}
+		if s.Peer() != peerID {
+			t.Errorf("the peer is %v, want %v", s.Peer(), peerID)
 		}
 		return pair{view(t, s), a.accept(t)}
 	}}
@@ -394,7 +408,106 @@ func fromPeer(m *mesh, addr string) *route {
 		if err != nil {
 			t.Fatal(err)
 		}
-		s, _ := m.accepted(t)
+		s := m.accepted(t)
 		return pair{view(t, s), ready(t, c.(*net.TCPConn))}
 	}}
+}
+
+// rejected: what a peer's user sees of a request that we reject is an end without a byte, and the next request is served.
+func rejected(t *testing.T, m *mesh, r *route, addr string) {
+	m.status.Store(http.StatusUnauthorized)
+	c, err := net.DialTimeout("tcp", addr, patience)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if n, err := ending(ready(t, c.(*net.TCPConn))); n > 0 || errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("a rejected connection ends after %d bytes with %v", n, err)
+	}
+	m.status.Store(0)
+	p := r.open(t)
+	defer p.close()
+	greet(t, p)
+}
+
+// refused: an application that does not listen is the peer's 503.
+func refused(t *testing.T, m *mesh, addr netip.AddrPort) {
+	_, err := m.open(addr, "127.0.0.1:1")
+	if status, ok := errors.AsType[*hbone.StatusError](err); !ok || status.Code != http.StatusServiceUnavailable {
+		t.Errorf("a closed port behind the peer: %v, want its status 503", err)
+	}
+}
+
+// goesAway: after the GOAWAY that drain brings about, what is open goes on to its end, and new streams find a new tunnel.
+func goesAway(t *testing.T, m *mesh, r *route, drain func()) {
+	p := r.open(t)
+	defer p.close()
+	greet(t, p)
+	first := p.ours.LocalAddr().String()
+	drain()
+	for deadline := time.Now().Add(patience); ; time.Sleep(time.Millisecond) {
+		next := r.open(t)
+		greet(t, next)
+		moved := next.ours.LocalAddr().String() != first
+		next.close()
+		if moved {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("new streams go on to use the tunnel")
+		}
+	}
+	r.carry(t, p, pattern(medium, 1), pattern(medium, 2))
+}
+
+// drained: after our server has announced that it goes away, what is open goes on to its end, and soon nothing new comes.
+func drained(t *testing.T, m *mesh, r *route, dial func() (net.Conn, error)) {
+	p := r.open(t)
+	defer p.close()
+	greet(t, p)
+	m.server.Drain()
+	for deadline := time.Now().Add(patience); served(t, m, dial); {
+		if time.Now().After(deadline) {
+			t.Fatal("new streams go on to be served")
+		}
+	}
+	r.carry(t, p, pattern(medium, 1), pattern(medium, 2))
+	p.close()
+	closing(t, "server", m.server.Close)
+}
+
+// served reports whether a new connection becomes a stream. One that does not ends without a byte.
+func served(t *testing.T, m *mesh, dial func() (net.Conn, error)) bool {
+	t.Helper()
+	c, err := dial()
+	if err != nil {
+		return false
+	}
+	if err := c.SetDeadline(time.Now().Add(patience)); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() {
+		n, err := ending(c)
+		if n > 0 || errors.Is(err, os.ErrDeadlineExceeded) {
+			err = fmt.Errorf("after %d bytes: %w", n, err)
+		} else {
+			err = nil
+		}
+		ended <- err
+	}()
+	select {
+	case s := <-m.streams: // sent before the GOAWAY arrived
+		<-m.requests
+		_ = view(t, s).Close()
+		_ = c.Close()
+		<-ended
+		return true
+	case err := <-ended:
+		if err != nil {
+			t.Errorf("a connection that is not served ends %v", err)
+		}
+		_ = c.Close()
+		return false
+	}
 }

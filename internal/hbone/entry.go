@@ -43,7 +43,7 @@ type entry struct {
 // A waiter is an Open that waits for a tunnel.
 type waiter struct {
 	wake  func()
-	not   *pooled // has refused it
+	after int     // it wants a tunnel of a later dial than this
 	pt    *pooled // reserved for it
 	err   error
 	timer *loop.Timer // of extraWait
@@ -51,8 +51,8 @@ type waiter struct {
 
 // pick returns a tunnel with room for one more stream, or nil if a new one is to be waited for: if none has room, or if those
 // that have are busy and there may be another.
-func (p *Pool) pick(e *entry, not *pooled) *pooled {
-	busy := e.roomiest(not)
+func (p *Pool) pick(e *entry, after int) *pooled {
+	busy := e.roomiest(after)
 	if busy != nil && busy.busy && p.mayAdd(e) {
 		return nil
 	}
@@ -60,11 +60,11 @@ func (p *Pool) pick(e *entry, not *pooled) *pooled {
 }
 
 // roomiest returns the first tunnel that has room and is not busy, or else the busy one with the fewest streams.
-func (e *entry) roomiest(not *pooled) *pooled {
+func (e *entry) roomiest(after int) *pooled {
 	var best *pooled
 	for _, pt := range e.usable {
 		switch {
-		case pt == not || pt.open >= pt.limit:
+		case pt.seq <= after || pt.open >= pt.limit:
 		case !pt.busy:
 			return pt
 		case best == nil || pt.open < best.open:
@@ -178,11 +178,11 @@ func (p *Pool) answer(e *entry, w *waiter, pt *pooled, err error) {
 func (p *Pool) wait(e *entry, w *waiter) {
 	e.waiting = append(e.waiting, w)
 	p.waiters++
-	if e.roomiest(w.not) != nil {
+	if e.roomiest(w.after) != nil {
 		w.timer = p.cfg.Group.After(extraWait, func() {
 			p.mu.Lock()
 			defer p.mu.Unlock()
-			if pt := e.roomiest(w.not); pt != nil && slices.Contains(e.waiting, w) {
+			if pt := e.roomiest(w.after); pt != nil && slices.Contains(e.waiting, w) {
 				p.answer(e, w, pt, nil)
 			}
 		})

@@ -77,9 +77,9 @@ func NewPool(cfg PoolConfig) (*Pool, error) {
 //
 // The stream is not attached: its first use is Ref().Post. If that returns false, the tunnel has ended.
 func (p *Pool) Open(ctx context.Context, target Target) (Stream, error) {
-	var not *pooled
+	after := 0 // tunnels of dials up to this one are not asked
 	for attempt := 1; ; attempt++ {
-		pt, err := p.checkOut(ctx, target, not)
+		pt, newest, err := p.checkOut(ctx, target, after)
 		if err != nil {
 			return nil, err
 		}
@@ -91,8 +91,9 @@ func (p *Pool) Open(ctx context.Context, target Target) (Stream, error) {
 			return nil, context.Cause(ctx)
 		}
 		switch {
-		case errors.Is(err, errRefused) && not == nil && attempt < maxAttempts:
-			not = pt // once: if another tunnel refuses it too, that is the answer
+		case errors.Is(err, errRefused) && after == 0 && attempt < maxAttempts:
+			// Once, and on a fresh tunnel: a peer that goes away refuses on all that it has.
+			after = newest
 			continue
 		case (errors.Is(err, errGoingAway) || errors.Is(err, errStreamLimit)) && attempt < maxAttempts:
 			continue // it was not sent
@@ -124,13 +125,13 @@ func (p *Pool) request(ctx context.Context, pt *pooled, target Target) (_ Stream
 	return o.s, true, nil
 }
 
-// checkOut returns a tunnel with a stream reserved on it, which is not the given one.
-func (p *Pool) checkOut(ctx context.Context, target Target, not *pooled) (*pooled, error) {
+// checkOut returns a tunnel with a stream reserved on it, whose dial came after the given one, and which dial is the newest now.
+func (p *Pool) checkOut(ctx context.Context, target Target, after int) (_ *pooled, newest int, _ error) {
 	key := poolKey{nextHop: target.NextHop, uid: target.PeerUID}
 	for _, id := range target.Accept {
 		key.accept += id.Principal() + "\x00"
 	}
-	w := &waiter{not: not}
+	w := &waiter{after: after}
 	var e *entry
 	err := loop.Await(ctx, func(wake func()) {
 		p.mu.Lock()
@@ -145,7 +146,7 @@ func (p *Pool) checkOut(ctx context.Context, target Target, not *pooled) (*poole
 			p.entries[key] = e
 		}
 		w.wake = wake
-		if pt := p.pick(e, not); pt != nil {
+		if pt := p.pick(e, after); pt != nil {
 			p.answer(e, w, pt, nil)
 			return
 		}
@@ -160,9 +161,9 @@ func (p *Pool) checkOut(ctx context.Context, target Target, not *pooled) (*poole
 			p.answer(e, w, nil, err)
 			p.forgetIfEmpty(e)
 		}
-		return nil, err
+		return nil, 0, err
 	}
-	return w.pt, w.err
+	return w.pt, p.seq, w.err
 }
 
 func (p *Pool) dial(ctx context.Context, pt *pooled) error {

@@ -69,7 +69,7 @@ func TestPoolRetryElsewhere(t *testing.T) {
 		}
 		var got *pooled
 		ms.m.Group().Go(context.Background(), func(ctx context.Context) {
-			pt, err := ms.pool.checkOut(ctx, ms.target, refusing)
+			pt, _, err := ms.pool.checkOut(ctx, ms.target, refusing.seq)
 			if err != nil {
 				t.Error(err)
 			}

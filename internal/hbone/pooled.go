@@ -61,7 +61,7 @@ func (pt *pooled) serve(force bool) {
 		return
 	}
 	for i := 0; !pt.done && pt.open < pt.limit && i < len(pt.e.waiting); {
-		if w := pt.e.waiting[i]; w.not != pt {
+		if w := pt.e.waiting[i]; pt.seq > w.after {
 			pt.p.answer(pt.e, w, pt, nil)
 		} else {
 			i++

@@ -603,10 +603,14 @@ func TestPoolClientRefused(t *testing.T) {
 	}
 }
 
-// TestPoolGoAwayRetry: a request that a draining server did not take goes to a fresh tunnel.
+// TestPoolGoAwayRetry: a request that a draining server did not take goes to a fresh tunnel, not to another of the old ones, which
+// have room.
 func TestPoolGoAwayRetry(t *testing.T) {
-	ms := newMesh(t, meshConfig{})
+	ms := newMesh(t, meshConfig{pool: PoolConfig{MaxStreams: 2}})
 	keep := ms.mustOpen()
+	second := ms.mustOpen()
+	other := ms.mustOpen()
+	ms.close(second)
 	ms.do(func(context.Context) {
 		for tn := range ms.server.tunnels {
 			tn.ref.Post(func() {
@@ -625,9 +629,10 @@ func TestPoolGoAwayRetry(t *testing.T) {
 		})
 	})
 	ms.m.Settle()
-	if len(ms.conns) != 2 || len(ms.streams) != 1 {
-		t.Fatalf("%d connections, %d streams; want a second connection", len(ms.conns), len(ms.streams))
+	if len(ms.conns) != 3 || len(ms.streams) != 1 {
+		t.Fatalf("%d connections, %d streams; want a third connection", len(ms.conns), len(ms.streams))
 	}
+	ms.close(other)
 	var got string
 	ms.do(func(ctx context.Context) {
 		view(ctx, keep, func(c *loop.Blocked) {

@@ -17,6 +17,8 @@ const tls = {
   minVersion: 'TLSv1.3',
 };
 
+const { NGHTTP2_REFUSED_STREAM } = http2.constants;
+
 // join moves bytes, ends and resets between a stream and a socket. Node ends the readable side of a stream that was reset, and
 // stream.close(code) sends END_STREAM before RST_STREAM: both have to be kept from looking like an end.
 function join(stream, socket) {
@@ -70,20 +72,30 @@ if (mode === 'server') {
     mine.on('close', forget);
     return mine;
   };
-  listener = net.createServer({ allowHalfOpen: true, pauseOnConnect: true }, (socket) => {
-    session ??= connect();
-    const stream = session.request({ ':method': 'CONNECT', ':authority': authority, baggage: 'service.name=node' });
-    socket.on('error', (err) => stream.destroy(err));
-    stream.on('error', () => socket.resetAndDestroy());
+  // A request that a session refused because it goes away, ours or nghttp2's own doing, was not processed: it is sent again.
+  const open = (socket, again) => {
+    const mine = (session ??= connect());
+    const stream = mine.request({ ':method': 'CONNECT', ':authority': authority, baggage: 'service.name=node' });
+    const gaveUp = (err) => stream.destroy(err);
+    socket.on('error', gaveUp);
+    stream.once('error', () => {
+      socket.off('error', gaveUp);
+      if (again && (stream.pending || stream.rstCode === NGHTTP2_REFUSED_STREAM)) {
+        if (session === mine) session = undefined;
+        open(socket, false);
+      } else socket.resetAndDestroy();
+    });
     stream.on('response', (headers) => {
       if (headers[':status'] !== 200) {
         socket.resetAndDestroy();
         return;
       }
+      stream.removeAllListeners('error');
       join(stream, socket);
       socket.resume();
     });
-  });
+  };
+  listener = net.createServer({ allowHalfOpen: true, pauseOnConnect: true }, (socket) => open(socket, true));
 }
 listener.listen(Number(port), address, () => console.log('ready'));
 readline.createInterface({ input: process.stdin }).on('line', (line) => {
