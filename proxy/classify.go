@@ -23,6 +23,9 @@ func ClassifyError(err error) (telemetry.Flag, telemetry.Reason) {
 	}](err); ok {
 		return told.Telemetry()
 	}
+	if _, ok := errors.AsType[*hbone.HandshakeError](err); ok {
+		return telemetry.FlagTLSFailure, telemetry.ReasonTLS
+	}
 	if open, ok := errors.AsType[*hbone.OpenError](err); ok {
 		return classifyOpen(open)
 	}

@@ -23,32 +23,6 @@ func requestHeaders(source *workload.Workload, src netip.AddrPort, v *workload.S
 	return h
 }
 
-// baggage describes a workload (W3C Baggage, with the keys of OpenTelemetry's resource conventions), in ztunnel's order; empty
-// values are left out.
-func baggage(w *workload.Workload) string {
-	if w == nil {
-		return ""
-	}
-	var b strings.Builder
-	add := func(key, value string) {
-		if value == "" {
-			return
-		}
-		if b.Len() > 0 {
-			b.WriteByte(',')
-		}
-		b.WriteString(key + "=" + value)
-	}
-	add("k8s.cluster.name", w.ClusterID)
-	add("k8s.namespace.name", w.Namespace)
-	add("k8s."+w.WorkloadType.String()+".name", w.WorkloadName)
-	add("service.name", w.CanonicalName)
-	add("service.version", w.CanonicalRevision)
-	add("cloud.region", w.Locality.Region)
-	add("cloud.availability_zone", w.Locality.Zone)
-	return b.String()
-}
-
 // traceparent is a W3C Trace Context of 128 and 64 random bits, not sampled.
 func traceparent(r1, r2, r3 uint64) string {
 	var raw [24]byte

@@ -4,10 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"net/http"
 	"net/netip"
-	"strconv"
 	"strings"
 
 	"ztun.dev/ztun/internal/authz"
@@ -88,7 +86,7 @@ func (p *Proxy) inbound(ctx context.Context, req stack.TCPRequest) {
 	facts.Source, facts.Destination = state.WorkloadAt(p.cfg.Network, f.Src.Addr()), self
 	facts.Service = servedBy(state, self, f.Dst.Port(), "")
 	conn := p.conns.open(p.cfg.Records, facts, end)
-	upstream, err := p.admit(ctx, conn)
+	upstream, err := p.admit(ctx, conn, func(ctx context.Context) (loop.Conn, error) { return p.cfg.Underlay.Deliver(ctx, f.Src, f.Dst) })
 	if err != nil {
 		answer(req, err)
 		conn.Finish(err)
@@ -97,14 +95,14 @@ func (p *Proxy) inbound(ctx context.Context, req stack.TCPRequest) {
 	p.establish(ctx, req, upstream, conn)
 }
 
-// admit decides by policy and connects to the application, from the client's address.
-func (p *Proxy) admit(ctx context.Context, c *connection) (loop.Conn, error) {
+// admit decides by policy and connects to the application.
+func (p *Proxy) admit(ctx context.Context, c *connection, connect func(context.Context) (loop.Conn, error)) (loop.Conn, error) {
 	if err := p.authorize(ctx, c); err != nil {
 		return nil, err
 	}
 	ctx, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.ConnectTimeout)
 	defer cancel()
-	app, err := p.cfg.Underlay.Deliver(ctx, c.Src, c.AppDst)
+	app, err := connect(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("connection failed: %w", err)
 	}
@@ -123,11 +121,32 @@ func reject(status int, format string, args ...any) error {
 	return &rejection{status, fmt.Sprintf(format, args...)}
 }
 
+// throughGateway reports whether a request has come from another network.
+func (p *Proxy) throughGateway(r *hbone.Request) bool {
+	n := r.Headers.ForwardedNetwork
+	return n != "" && !strings.EqualFold(n, p.cfg.Network)
+}
+
+func (p *Proxy) responseHeaders(self *workload.Workload) (h hbone.Headers) {
+	if !p.cfg.NoBaggage {
+		h.Baggage = baggage(self)
+	}
+	return h
+}
+
+// Refused records what a peer of the pod sent that led to no request: hbone.ServerConfig has a place for it.
+func (p *Proxy) Refused(local, remote netip.AddrPort, err error) {
+	if bad, ok := errors.AsType[*hbone.RequestError](err); ok {
+		err = reject(http.StatusBadRequest, "%s", bad.Reason)
+	}
+	p.cfg.Records.Fail(telemetry.Facts{Direction: telemetry.Inbound, Src: unmapped(remote), OriginalDst: unmapped(local)}, err)
+}
+
 // ServeConnect implements hbone.Handler: the set-up of a stream to the pod. The 200 is sent once the application has accepted.
 func (p *Proxy) ServeConnect(ctx context.Context, r *hbone.Request) {
 	facts := telemetry.Facts{
 		Direction: telemetry.Inbound, Protocol: telemetry.HBONE, Src: unmapped(r.Remote), Dst: unmapped(r.Local), OriginalDst: unmapped(r.Local),
-		HBONEAddr: r.Authority, SrcIdentity: r.Peer,
+		HBONEAddr: r.Authority, SrcIdentity: r.Peer, ForwardedHost: forwardedHost(r.Headers.Forwarded),
 	}
 	early := func(err error) {
 		p.cfg.Records.Fail(facts, err)
@@ -142,20 +161,31 @@ func (p *Proxy) ServeConnect(ctx context.Context, r *hbone.Request) {
 		early(err)
 		return
 	}
-	dst, service, err := p.target(state, self, r)
+	t, err := p.target(state, self, r, facts.ForwardedHost)
 	if err != nil {
 		early(err)
 		return
 	}
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
-	facts.Source, facts.Destination, facts.DstIdentity = state.WorkloadAt(p.cfg.Network, facts.Src.Addr()), self, self.Identity()
-	facts.AppDst, facts.ForwardedHost = dst, forwardedHost(r.Headers.Forwarded)
-	if facts.Service = service; service == "" {
-		facts.Service = servedBy(state, self, dst.Port(), facts.ForwardedHost)
+	facts.Destination, facts.DstIdentity = self, self.Identity()
+	if !p.throughGateway(r) { // whose address says nothing of the source
+		facts.Source = state.WorkloadAt(p.cfg.Network, facts.Src.Addr())
+	}
+	if !p.cfg.NoBaggage {
+		facts.Claimed = claimed(r.Headers.Baggage)
+	}
+	facts.AppDst, facts.Service = t.app, t.service
+	if t.service == "" {
+		facts.Service = servedBy(state, self, t.app.Port(), facts.ForwardedHost)
 	}
 	conn := p.conns.open(p.cfg.Records, facts, end)
-	app, err := p.admit(ctx, conn)
+	app, err := p.admit(ctx, conn, func(ctx context.Context) (loop.Conn, error) {
+		if t.loopback.IsValid() {
+			return p.cfg.Underlay.DialLoopback(ctx, t.loopback)
+		}
+		return p.cfg.Underlay.Deliver(ctx, facts.Src, t.app)
+	})
 	if err != nil {
 		status := http.StatusServiceUnavailable
 		if _, ok := errors.AsType[*PolicyError](err); ok {
@@ -165,113 +195,18 @@ func (p *Proxy) ServeConnect(ctx context.Context, r *hbone.Request) {
 		conn.Finish(err)
 		return
 	}
-	err = r.Accept(hbone.Headers{Baggage: baggage(self)}, func(s hbone.Stream) { p.relayStream(s, s, app, conn) })
+	err = r.Accept(p.responseHeaders(self), func(s hbone.Stream) {
+		// What a socket takes that was just made is more than the header.
+		if n, err := app.TryWrite(t.header); n < len(t.header) {
+			s.Reset()
+			app.Reset()
+			conn.Finish(&brokenError{"PROXY header", err})
+			return
+		}
+		p.relayStream(s, s, app, conn)
+	})
 	if err != nil {
 		app.Reset()
 		conn.Finish(err)
 	}
-}
-
-// target turns the authority of a CONNECT into the address of the application: the pod's own address, and the port that the
-// authority, or the service that it names, means.
-func (p *Proxy) target(state *workload.Snapshot, self *workload.Workload, r *hbone.Request) (dst netip.AddrPort, service string, err error) {
-	own := unmapped(r.Local).Addr()
-	host, port, err := splitAuthority(r.Authority)
-	if err != nil {
-		return netip.AddrPort{}, "", err
-	}
-	if ip, err := netip.ParseAddr(host); err == nil {
-		if ip.Unmap() != own && self.AppTunnel == nil && !p.fronts(state, self, ip.Unmap(), own) {
-			return netip.AddrPort{}, "", reject(http.StatusBadRequest, "ip mismatch: %s != %s", own, ip.Unmap())
-		}
-	} else {
-		v := state.ServiceNamed(strings.ToLower(host), self.Namespace)
-		if v == nil {
-			return netip.AddrPort{}, "", reject(http.StatusServiceUnavailable, "no service or workload for hostname: %s", host)
-		}
-		target := self.Services[v.Key()][port]
-		if target == 0 {
-			target = v.Ports[port]
-		}
-		if target == 0 {
-			return netip.AddrPort{}, "", reject(http.StatusServiceUnavailable, "requested service %s:%d found, but cannot resolve port", host, port)
-		}
-		port, service = target, v.Hostname
-	}
-	if illegalPort(port) {
-		return netip.AddrPort{}, "", errSelfCall
-	}
-	if t := self.AppTunnel; t != nil {
-		if t.PROXY {
-			return netip.AddrPort{}, "", reject(http.StatusServiceUnavailable, "the workload wants the PROXY protocol, which is not supported")
-		}
-		if t.Port != 0 {
-			port = t.Port
-		}
-	}
-	return netip.AddrPortFrom(own, port), service, nil
-}
-
-// fronts reports whether the pod is a waypoint of what has the address: then streams to that address are for it.
-func (p *Proxy) fronts(state *workload.Snapshot, self *workload.Workload, ip, own netip.Addr) bool {
-	var wp *workload.GatewayAddress
-	if v := state.ServiceAt(p.cfg.Network, ip, ""); v != nil {
-		wp = v.Waypoint
-	} else if w := state.WorkloadAt(p.cfg.Network, ip); w != nil {
-		wp = w.Waypoint
-	}
-	if wp == nil {
-		return false
-	}
-	var via *workload.Service
-	var w *workload.Workload
-	if wp.Hostname == (workload.ServiceKey{}) {
-		via = state.ServiceAt(wp.Address.Network, wp.Address.Addr, "")
-		w = state.WorkloadAt(wp.Address.Network, wp.Address.Addr)
-	} else {
-		via, w = state.Service(wp.Hostname), state.WorkloadNamed(wp.Hostname)
-	}
-	if via != nil {
-		for _, e := range state.Endpoints(via.Key()) {
-			if e.Workload == self {
-				return true
-			}
-		}
-		return false
-	}
-	return w != nil && state.WorkloadAt(p.cfg.Network, own) == w
-}
-
-// splitAuthority reads host:port.
-func splitAuthority(s string) (host string, port uint16, err error) {
-	host, service, err := net.SplitHostPort(s)
-	n, perr := strconv.ParseUint(service, 10, 16)
-	if err != nil || perr != nil || host == "" || n == 0 {
-		return "", 0, reject(http.StatusBadRequest, "no valid authority pseudo header: %q", s)
-	}
-	return host, uint16(n), nil
-}
-
-// servedBy guesses the service that an inbound connection was addressed to, among those of the workload: the one that the peer
-// named, else the first, by name, that leads to the port.
-func servedBy(state *workload.Snapshot, self *workload.Workload, port uint16, named string) string {
-	best := ""
-	for key, ports := range self.Services {
-		if key.Hostname == named {
-			return named
-		}
-		v := state.Service(key)
-		if v == nil || best != "" && key.Hostname >= best {
-			continue
-		}
-		for servicePort, target := range v.Ports {
-			if own := ports[servicePort]; own != 0 {
-				target = own
-			}
-			if target == port {
-				best = key.Hostname
-			}
-		}
-	}
-	return best
 }

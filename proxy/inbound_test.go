@@ -10,18 +10,22 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+
 	"ztun.dev/ztun/internal/ca"
 	"ztun.dev/ztun/internal/hbone"
 	"ztun.dev/ztun/internal/identity"
 	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/internal/telemetry"
 	"ztun.dev/ztun/internal/workload"
 )
 
 // A peer is somebody else's end of HBONE: a real pool, with real TLS, over pipes to the server of the bench's pod.
 type peer struct {
 	*bench
-	pool   *hbone.Pool
-	server *hbone.Server
+	pool     *hbone.Pool
+	server   *hbone.Server
+	from, to netip.AddrPort // of the tunnel
 }
 
 const podAddr = "10.244.0.5:15008" // of the bench's pod
@@ -38,8 +42,10 @@ func newPeer(t *testing.T, m *mesh, id workload.Identity) *peer {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &peer{bench: b}
-	p.server, err = hbone.NewServer(hbone.ServerConfig{Group: b.Group(), TLS: manager.Server(m.client.Identity()), Handler: b.Proxy, Log: slog.New(slog.DiscardHandler)})
+	p := &peer{bench: b, from: netip.MustParseAddrPort("10.244.9.9:41000"), to: netip.MustParseAddrPort(podAddr)}
+	p.server, err = hbone.NewServer(hbone.ServerConfig{
+		Group: b.Group(), TLS: manager.Server(m.client.Identity()), Handler: b.Proxy, Refused: b.Refused, Log: slog.New(slog.DiscardHandler),
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -63,7 +69,7 @@ func newPeer(t *testing.T, m *mesh, id workload.Identity) *peer {
 
 // Dial implements hbone.Dialer.
 func (p *peer) Dial(_ context.Context, dst netip.AddrPort) (loop.Conn, error) {
-	near, far := loop.PipeAddrs(netip.MustParseAddrPort("10.244.9.9:41000"), dst)
+	near, far := loop.PipeAddrs(p.from, dst)
 	p.server.Serve(far)
 	return near, nil
 }
@@ -75,7 +81,7 @@ func (p *peer) open(t *testing.T, authority string, h hbone.Headers) (hbone.Stre
 	err := errors.New("the set-up has not ended")
 	p.Group().Go(t.Context(), func(ctx context.Context) {
 		s, err = p.pool.Open(ctx, hbone.Target{
-			NextHop: netip.MustParseAddrPort(podAddr), Authority: authority, Accept: []workload.Identity{p.mesh.client.Identity()}, Headers: h,
+			NextHop: p.to, Authority: authority, Accept: []workload.Identity{p.mesh.client.Identity()}, Headers: h,
 		})
 	})
 	p.Settle()
@@ -104,7 +110,8 @@ func TestInboundHBONE(t *testing.T) {
 		line      string
 	}{
 		{"DP-83 to the pod's address", nil, nil, "10.244.0.5:8080", "deliver from 10.244.9.9 to 10.244.0.5:8080", 200, `src.identity="spiffe://cluster.local/ns/default/sa/somebody"`},
-		{"DP-85 no port", nil, nil, "10.244.0.5", "", 400, `no valid authority pseudo header: \"10.244.0.5\"`},
+		{"DP-85 no port", nil, nil, "10.244.0.5", "", 400, `no valid authority pseudo header: 10.244.0.5"`},
+		{"DP-85 a host that is none", nil, nil, strings.Repeat("x", 300) + ":80", "", 400, "no valid authority pseudo header: " + strings.Repeat("x", 253) + `"`},
 		{"DP-86 another address", nil, nil, "10.244.1.7:8080", "", 400, "ip mismatch: 10.244.0.5 != 10.244.1.7"},
 		{"DP-87 by name", serves, nil, "web.default.svc.cluster.local:80", "deliver from 10.244.9.9 to 10.244.0.5:8080", 200, `dst.service="web.default.svc.cluster.local"`},
 		{"DP-88 port of the endpoint", func(m *mesh) {
@@ -114,11 +121,9 @@ func TestInboundHBONE(t *testing.T) {
 		{"DP-89 no port at all", func(m *mesh) { m.web.Ports[80] = 0 }, nil, "web.default.svc.cluster.local:80", "", 503, "cannot resolve port"},
 		{"DP-90 unknown name", nil, nil, "nope.example.com:80", "", 503, "no service or workload for hostname: nope.example.com"},
 		{"DP-91 a port of the proxy", nil, nil, "10.244.0.5:15006", "", 503, "attempted recursive call to ourselves"},
-		{"DP-92 closed port", nil, syscall.ECONNREFUSED, "10.244.0.5:8080", "deliver from 10.244.9.9 to 10.244.0.5:8080", 503, "connection failed: connection refused"},
-		{"DP-93 denied", func(m *mesh) { m.more.Policies = []*workload.Policy{only("cluster.local/ns/default/sa/other")} }, nil, "10.244.0.5:8080", "", 401, "connection closed due to policy rejection: allow policies exist, but none allowed"},
+		{"DP-92 closed port", nil, syscall.ECONNREFUSED, "10.244.0.5:8080", "deliver from 10.244.9.9 to 10.244.0.5:8080", 503, `error="connection failed: connection refused" response_flags="CONNECT"`},
+		{"DP-93 denied", func(m *mesh) { m.more.Policies = []*workload.Policy{only("cluster.local/ns/default/sa/other")} }, nil, "10.244.0.5:8080", "", 401, `error="connection closed due to policy rejection: allow policies exist, but none allowed" response_flags="DENY"`},
 		{"allowed by its identity", func(m *mesh) { m.more.Policies = []*workload.Policy{only(somebody.Principal())} }, nil, "10.244.0.5:8080", "deliver from 10.244.9.9 to 10.244.0.5:8080", 200, ""},
-		{"DP-98 for a waypoint", func(m *mesh) { m.web.Waypoint = byIP("10.244.0.5") }, nil, "10.96.0.10:80", "deliver from 10.244.9.9 to 10.244.0.5:80", 200, ""},
-		{"DP-96 for a waypoint of a workload", func(m *mesh) { m.server.Waypoint = byIP("10.244.0.5") }, nil, "10.244.1.7:80", "deliver from 10.244.9.9 to 10.244.0.5:80", 200, ""},
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
@@ -158,6 +163,153 @@ func TestInboundHBONE(t *testing.T) {
 			}
 		})
 	}
+}
+
+// What is refused before there is a request is logged and counted as well.
+func TestInboundRefusedEarly(t *testing.T) {
+	t.Run("DP-94 a peer of another trust domain", func(t *testing.T) {
+		alien := somebody
+		alien.TrustDomain = "other.local"
+		p := newPeer(t, newMesh(), alien)
+		if _, err := p.open(t, "10.244.0.5:8080", hbone.Headers{}); err == nil {
+			t.Error("opened")
+		}
+		want := "warn\taccess\tconnection failed\tsrc.addr=10.244.9.9:41000 dst.addr=10.244.0.5:15008 direction=\"inbound\" error=\"tls handshake error: "
+		got := p.lines(t)
+		if !strings.Contains(got, want) || !strings.Contains(got, "did not present the expected trustdomain (cluster.local), got "+alien.String()) {
+			t.Errorf("access log %q lacks %q, or the trust domains", got, want)
+		}
+	})
+	for _, tt := range []struct {
+		name   string
+		err    error
+		line   string
+		flag   telemetry.Flag
+		reason telemetry.Reason
+	}{
+		{"DP-84 another method", &hbone.RequestError{Reason: "expected method CONNECT, got GET"}, `error="expected method CONNECT, got GET"`, telemetry.FlagConnect, telemetry.ReasonBadRequest},
+		{"DP-95 no TLS", &hbone.HandshakeError{Err: errors.New("no")}, `error="tls handshake error: no"`, telemetry.FlagTLSFailure, telemetry.ReasonTLS},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			b := newBench(t, newMesh())
+			b.Refused(netip.MustParseAddrPort(podAddr), netip.MustParseAddrPort("[::ffff:10.244.9.9]:41000"), tt.err)
+			want := "connection failed\tsrc.addr=10.244.9.9:41000 dst.addr=10.244.0.5:15008 direction=\"inbound\" " + tt.line
+			if got := b.lines(t); !strings.Contains(got, want) {
+				t.Errorf("access log %q lacks %q", got, want)
+			}
+			if s := b.records.Stats(); s.Failed != 1 || s.Opened != 0 {
+				t.Errorf("%+v, want one early failure", s)
+			}
+			if bad, ok := errors.AsType[*hbone.RequestError](tt.err); ok { // as Refused has it
+				tt.err = reject(400, "%s", bad.Reason)
+			}
+			if flag, reason := ClassifyError(tt.err); flag != tt.flag || reason != tt.reason {
+				t.Errorf("counts as %v, %s; want %v, %s", flag, reason, tt.flag, tt.reason)
+			}
+		})
+	}
+}
+
+// What is known of the source, and the service that the peer may have meant.
+func TestInboundFacts(t *testing.T) {
+	const claim = "k8s.cluster.name=far,k8s.namespace.name=there,k8s.deployment.name=caller-v2,service.name=caller,service.version=v2"
+	const claimed = `src.workload="caller" src.namespace="there" src.identity="spiffe://cluster.local/ns/default/sa/somebody" src.cluster="far" dst.addr`
+	const known = `src.workload="somebody" src.namespace="default" src.identity="spiffe://cluster.local/ns/default/sa/somebody" src.cluster="Kubernetes" dst.addr`
+	const nothing = `src.addr=10.244.9.9:41000 src.identity="spiffe://cluster.local/ns/default/sa/somebody" dst.addr`
+	record := func(m *mesh) { m.more.Workloads = append(m.more.Workloads, pod0("somebody", "10.244.9.9")) }
+	two := func(m *mesh) { // two services that lead to the pod's port 8080
+		other := *m.web
+		other.Hostname = "another.default.svc.cluster.local"
+		m.more.Services = append(m.more.Services, &other)
+		m.client.Services[webKey], m.client.Services[other.Key()] = nil, nil
+	}
+	tests := []struct {
+		name    string
+		change  func(*mesh)
+		headers hbone.Headers
+		without bool // baggage
+		line    string
+		answer  string // baggage of the answer
+	}{
+		{"a record, and a claim", record, hbone.Headers{Baggage: claim}, false, known, "k8s.cluster.name=Kubernetes,k8s.namespace.name=default"},
+		{"no record", nil, hbone.Headers{Baggage: claim}, false, claimed, "k8s.cluster.name=Kubernetes,k8s.namespace.name=default"},
+		{"DP-104 through a gateway", record, hbone.Headers{Baggage: claim, ForwardedNetwork: "other"}, false, claimed, "k8s.cluster.name=Kubernetes,k8s.namespace.name=default"},
+		{"from our own network", record, hbone.Headers{Baggage: claim, ForwardedNetwork: "HOME"}, false, known, "k8s.cluster.name=Kubernetes,k8s.namespace.name=default"},
+		{"DP-107 without baggage", nil, hbone.Headers{Baggage: claim}, true, nothing, ""},
+		{"DP-105 the service that the peer names", two, hbone.Headers{Forwarded: `for="1.1.1.1:1";host=web.default.svc.cluster.local`}, false, `src.addr=10.244.9.9:41000 src.identity="spiffe://cluster.local/ns/default/sa/somebody" dst.addr=10.244.0.5:15008 dst.hbone_addr=10.244.0.5:8080 dst.service="web.default.svc.cluster.local"`, "k8s.cluster.name=Kubernetes,k8s.namespace.name=default"},
+		{"DP-106 a service without the pod", two, hbone.Headers{Forwarded: "host=wp.default.svc.cluster.local"}, false, `dst.service="another.default.svc.cluster.local"`, "k8s.cluster.name=Kubernetes,k8s.namespace.name=default"},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			m := newMesh()
+			if tt.change != nil {
+				tt.change(m)
+			}
+			p := newPeer(t, m, somebody)
+			p.cfg.NoBaggage = tt.without
+			if tt.headers.ForwardedNetwork == "HOME" {
+				p.cfg.Network = "home"
+				for _, w := range m.state().Workloads {
+					w.Network = "home"
+				}
+				p.store.Replace(m.state())
+			}
+			s, err := p.open(t, "10.244.0.5:8080", tt.headers)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := s.Response().Baggage; got != tt.answer {
+				t.Errorf("baggage of the answer %q, want %q", got, tt.answer)
+			}
+			s.Ref().Post(func() { s.Reset() })
+			p.Settle()
+			if got := p.lines(t); !strings.Contains(got, tt.line) {
+				t.Errorf("access log\n%s lacks\n%s", got, tt.line)
+			}
+		})
+	}
+}
+
+func TestClaimed(t *testing.T) {
+	long := strings.Repeat("x", 257)
+	for _, tt := range []struct {
+		name, in string
+		want     *workload.Workload
+	}{
+		{"DP-109 nothing", "", nil},
+		{"DP-109 empty values", "k8s.namespace.name=,service.name=,x=y", nil},
+		{"all", "k8s.cluster.name=c,k8s.namespace.name=n,k8s.job.name=j,service.name=s,service.version=v,cloud.region=r,cloud.availability_zone=z", &workload.Workload{
+			ClusterID: "c", Namespace: "n", WorkloadName: "j", CanonicalName: "s", CanonicalRevision: "v", Locality: workload.Locality{Region: "r", Zone: "z"},
+		}},
+		{"the last one counts", "service.name=a,service.name=b,k8s.pod.name=p,k8s.cronjob.name=c", &workload.Workload{CanonicalName: "b", WorkloadName: "c"}},
+		{"taken back", "service.name=a,service.version=1,service.name=", &workload.Workload{CanonicalRevision: "1"}},
+		{"spaces and properties", " service.name = a b ;p=1 , service.version=2", &workload.Workload{CanonicalName: "a b", CanonicalRevision: "2"}},
+		{"percent-encoding", "service.name=a%2Cb%3D", &workload.Workload{CanonicalName: "a,b="}},
+		{"no text", "service.name=a%00b,service.version=%zz,cloud.region=%c3%bc,cloud.availability_zone=b\u00fc", nil},
+		{"too long", "service.name=" + long, nil},
+		{"as long as it may be", "service.name=" + long[1:], &workload.Workload{CanonicalName: long[1:]}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			if diff := cmp.Diff(tt.want, claimed(tt.in)); diff != "" {
+				t.Errorf("claimed(%q) (-want +got):\n%s", tt.in, diff)
+			}
+		})
+	}
+}
+
+func FuzzClaimed(f *testing.F) {
+	f.Add("k8s.namespace.name=n,service.name=%41;p")
+	f.Fuzz(func(t *testing.T, s string) {
+		w := claimed(s)
+		if w == nil {
+			return
+		}
+		for _, v := range []string{w.ClusterID, w.Namespace, w.WorkloadName, w.CanonicalName, w.CanonicalRevision, w.Locality.Region, w.Locality.Zone} {
+			if len(v) > maxClaim || strings.ContainsFunc(v, func(r rune) bool { return r < ' ' || r > '~' }) {
+				t.Errorf("%q of %q", v, s)
+			}
+		}
+	})
 }
 
 func TestPolicyThatComesInTimeDecides(t *testing.T) {

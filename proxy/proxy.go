@@ -60,6 +60,9 @@ type Config struct {
 	PolicyWait     time.Duration // for a policy that the workload lists: 1 s
 	DNSTimeout     time.Duration // of one question: 10 s
 
+	NoBaggage             bool // neither say who answers nor heed what peers say of themselves
+	AppTunnelOnPodAddress bool // application tunnels listen on the pod's address, not on its loopback address
+
 	HalfClosedTimeout time.Duration // of a connection without bytes of which one side has ended: 1 h; negative: none
 
 	MaxQuestions int           // of the pod without an answer, and connections for them: 512

@@ -186,8 +186,8 @@ var settings = []setting{
 	{"HTTP2_CONNECTION_WINDOW_SIZE", "http2ConnectionWindowSize", "16MiB", "receive window of a connection", func(c *Config) value { return size(&c.HTTP2ConnectionWindowBytes, minConnectionWindow, maxWindow) }, 0, ""},
 	{"HTTP2_FRAME_SIZE", "http2FrameSize", "1MiB", "largest frame that a peer may send", func(c *Config) value { return size(&c.HTTP2FrameBytes, minFrame, maxFrame) }, 0, ""},
 	{"ZTUN_MAX_CONNECTION_AGE", "maxConnectionAge", "0", "age at which an HBONE connection takes no more streams; 0: when the certificates expire", func(c *Config) value { return (*durationValue)(&c.MaxConnectionAge) }, 0, ""},
-	{"LOCALHOST_APP_TUNNEL", "localhostAppTunnel", "true", "application tunnels are on the loopback address of the pod", func(c *Config) value { return boolean(&c.LocalhostAppTunnel) }, unused, ""},
-	{"ENABLE_RESPONSE_BAGGAGE", "enableResponseBaggage", "true", "say in responses who answers", func(c *Config) value { return boolean(&c.EnableResponseBaggage) }, unused, ""},
+	{"LOCALHOST_APP_TUNNEL", "localhostAppTunnel", "true", "application tunnels are on the loopback address of the pod", func(c *Config) value { return boolean(&c.LocalhostAppTunnel) }, 0, ""},
+	{"ENABLE_RESPONSE_BAGGAGE", "enableResponseBaggage", "true", "say in responses who answers, and use what clients say of themselves in metrics and logs", func(c *Config) value { return boolean(&c.EnableResponseBaggage) }, 0, ""},
 	{"UNSTABLE_ENABLE_SOCKS5", "enableSocks5", "false", "SOCKS5 on 127.0.0.1:15080 of each pod", func(c *Config) value { return boolean(&c.EnableSOCKS5) }, unused, ""},
 
 	{"KEEPALIVE_ENABLED", "keepaliveEnabled", "true", "TCP keepalive on every socket", func(c *Config) value { return boolean(&c.KeepaliveEnabled) }, 0, ""},

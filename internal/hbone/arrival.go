@@ -16,6 +16,12 @@ import (
 // this much. A ClientHello with a post-quantum key share has 1.8 KiB.
 const helloBytes = 4 << 10
 
+// recordHandshake is the type of a TLS connection's first record (RFC 8446, section 5.1).
+const recordHandshake = 22
+
+// errNotTLS is why a connection that begins with something else is closed at once: it would be waited for.
+var errNotTLS = errors.New("the peer does not speak TLS")
+
 // errEvicted is why a connection that waited was closed for a newer one.
 var errEvicted = errors.New("hbone: too many connections wait for a handshake")
 
@@ -211,6 +217,9 @@ func (a *arrival) read(scratch []byte) (bool, error) {
 			return false, err
 		}
 		a.ahead = append(a.ahead, scratch[:n]...)
+		if a.ahead[0] != recordHandshake {
+			return false, errNotTLS
+		}
 	}
 	return true, nil
 }

@@ -2,6 +2,7 @@ package hbone
 
 import (
 	"log/slog"
+	"net/netip"
 	"time"
 
 	"ztun.dev/ztun/internal/loop"
@@ -31,6 +32,10 @@ type ServerConfig struct {
 	TLS     ServerTLS
 	Handler Handler
 	Log     *slog.Logger
+
+	// Refused is called for what the Handler does not hear of: with a *HandshakeError for a peer that sent something which led to
+	// no tunnel, and with a *RequestError. It may be nil, must not block, and may be called from any goroutine.
+	Refused func(local, remote netip.AddrPort, err error)
 
 	HandshakeTimeout time.Duration // 10 s
 	MaxHandshakes    int           // handshakes in progress: 128, of one address a quarter; further ones wait

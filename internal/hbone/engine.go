@@ -23,6 +23,9 @@ type Events interface {
 	// of the request's set-up is left.
 	StreamRequest(id uint32, authority string, h Headers)
 
+	// RequestRefused is a peer's request that is no CONNECT, or names no authority. It was answered with 400.
+	RequestRefused(err error)
+
 	// StreamResponse is the answer to an Engine.Open.
 	StreamResponse(id uint32, status int, h Headers)
 

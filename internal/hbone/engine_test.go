@@ -71,6 +71,7 @@ func (r *recorder) StreamReset(id uint32, code http2.ErrCode, refused bool) {
 	r.log = append(r.log, s)
 }
 func (r *recorder) StreamWritable(id uint32)       { r.add("writable %d", id) }
+func (r *recorder) RequestRefused(error)           {}
 func (r *recorder) PeerSettings(maxStreams uint32) {}
 func (r *recorder) PeerGoAway(code http2.ErrCode)  { r.add("goaway %v", code) }
 

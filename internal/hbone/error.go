@@ -42,6 +42,19 @@ func (e *OpenError) Error() string { return fmt.Sprintf("hbone: %s %s: %v", e.Ph
 // Unwrap returns the cause.
 func (e *OpenError) Unwrap() error { return e.Err }
 
+// A RequestError is a request that no Handler hears of, because it is not one that could be served.
+type RequestError struct{ Reason string }
+
+func (e *RequestError) Error() string { return e.Reason }
+
+// A HandshakeError is a connection to a Server that did not become a tunnel.
+type HandshakeError struct{ Err error }
+
+func (e *HandshakeError) Error() string { return "tls handshake error: " + e.Err.Error() }
+
+// Unwrap returns the cause.
+func (e *HandshakeError) Unwrap() error { return e.Err }
+
 // A StatusError is a CONNECT that was answered with another status than 200. It is the Err of an OpenError of PhaseResponse.
 type StatusError struct {
 	Code   int

@@ -1,6 +1,7 @@
 package hbone
 
 import (
+	"fmt"
 	"strconv"
 
 	"golang.org/x/net/http2"
@@ -166,6 +167,11 @@ func (e *Engine) request(f *http2.MetaHeadersFrame) error {
 		e.writeResponse(id, 400, Headers{}, true)
 		if !end {
 			e.refuse(id, http2.ErrCodeNo)
+		}
+		if p.method != "CONNECT" {
+			e.ev.RequestRefused(&RequestError{fmt.Sprintf("expected method CONNECT, got %.32s", p.method)})
+		} else {
+			e.ev.RequestRefused(&RequestError{"no valid authority pseudo header: "})
 		}
 		return e.suffer()
 	}

@@ -141,6 +141,9 @@ func (pt *pooled) busyChanged(_ *tunnel, busy bool) {
 	}
 }
 
+// refused cannot happen: a server's requests are an error of the connection.
+func (pt *pooled) refused(*tunnel, error) {}
+
 func (pt *pooled) noNewStreams(*tunnel) {
 	pt.p.mu.Lock()
 	defer pt.p.mu.Unlock()

@@ -58,11 +58,20 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 func (s *Server) setUpDone(a *arrival, err error) {
 	if err != nil {
 		s.cfg.Log.Debug("tunnel refused", "remote", a.conn.RemoteAddr(), "local", a.conn.LocalAddr(), "err", err)
+		if len(a.ahead) > 0 && !errors.Is(err, errDraining) && !errors.Is(err, errEvicted) && !errors.Is(err, loop.ErrStopped) {
+			s.refused(a.conn.LocalAddr(), a.conn.RemoteAddr(), &HandshakeError{err})
+		}
 	}
 	s.mu.Lock()
 	s.setups--
 	s.mu.Unlock()
 	s.checkIdle()
+}
+
+func (s *Server) refused(local, remote netip.AddrPort, err error) {
+	if s.cfg.Refused != nil {
+		s.cfg.Refused(local, remote, err)
+	}
 }
 
 // setUp makes a tunnel of a connection that was granted a handshake.
@@ -189,6 +198,8 @@ func (s *serverOwner) peerLimit(*tunnel, uint32) {}
 func (s *serverOwner) noNewStreams(*tunnel)      {}
 func (s *serverOwner) busyChanged(*tunnel, bool) {}
 func (s *serverOwner) released(*tunnel)          {}
+
+func (s *serverOwner) refused(t *tunnel, err error) { (*Server)(s).refused(t.local, t.remote, err) }
 
 func (s *serverOwner) gone(t *tunnel, err error) {
 	s.cfg.Log.Debug("tunnel closed", "remote", t.remote, "local", t.local, "err", err)

@@ -369,6 +369,7 @@ func (f ownerFunc) peerLimit(*tunnel, uint32)                         {}
 func (f ownerFunc) noNewStreams(*tunnel)                              {}
 func (f ownerFunc) busyChanged(*tunnel, bool)                         {}
 func (f ownerFunc) released(*tunnel)                                  {}
+func (f ownerFunc) refused(*tunnel, error)                            {}
 func (f ownerFunc) gone(*tunnel, error)                               {}
 
 func runGroup(b testing.TB) *loop.Group {

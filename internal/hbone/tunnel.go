@@ -24,6 +24,7 @@ type owner interface {
 	busyChanged(t *tunnel, busy bool) // bulk, or out of connection credit
 	released(t *tunnel)               // a stream has ended and its user let go of it
 	gone(t *tunnel, err error)
+	refused(t *tunnel, err error) // a request that is none
 }
 
 // errTunnelClosed is why the streams of a tunnel end that this side closed.
@@ -488,6 +489,8 @@ func (t *tunnelEvents) StreamWritable(id uint32) {
 		s.wake()
 	}
 }
+
+func (t *tunnelEvents) RequestRefused(err error) { t.owner.refused((*tunnel)(t), err) }
 
 func (t *tunnelEvents) PeerSettings(maxStreams uint32) {
 	t.settle.Stop()

@@ -186,14 +186,14 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, l
 	px, err := proxy.New(proxy.Config{
 		Client: c, Local: local, Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: l.pool, DNS: dns,
 		Questions: n.questions, Records: n.records, Connections: n.conns, Group: n.group, Rand: n.rand, Log: l.log, ConnectTimeout: n.cfg.ConnectTimeout,
-		Budget: n.budget, HalfClosedTimeout: unlessZero(n.cfg.HalfClosedTimeout),
+		Budget: n.budget, HalfClosedTimeout: unlessZero(n.cfg.HalfClosedTimeout), AppTunnelOnPodAddress: !n.cfg.LocalhostAppTunnel, NoBaggage: !n.cfg.EnableResponseBaggage,
 	})
 	if err != nil {
 		return nil, err
 	}
 	l.proxy = px
 	l.server, err = hbone.NewServer(hbone.ServerConfig{
-		Group: n.group, TLS: n.serverTLS(self), Handler: px, Log: l.log, HandshakeTimeout: n.cfg.HandshakeTimeout, Settings: settings,
+		Group: n.group, TLS: n.serverTLS(self), Handler: px, Refused: px.Refused, Log: l.log, HandshakeTimeout: n.cfg.HandshakeTimeout, Settings: settings,
 		MaxAge: n.cfg.MaxConnectionAge, Resume: l.listener.Resume, Budget: n.budget,
 	})
 	if err == nil {

@@ -55,6 +55,7 @@ type Facts struct {
 	ServiceNamespace string         // of the destination service, as the next; for metrics, found by the hostname if empty
 	ServiceName      string
 	Source           *workload.Workload
+	Claimed          *workload.Workload // what the peer says of its workload, where Source is nil
 	Destination      *workload.Workload
 	SrcIdentity      workload.Identity // proven, or our own
 	DstIdentity      workload.Identity // proven, or our own

@@ -1,6 +1,7 @@
 package telemetry
 
 import (
+	"cmp"
 	"encoding/json"
 	"net/netip"
 	"strconv"
@@ -116,7 +117,7 @@ func (r *Recorder) line(c *Conn, level, message string, err error, ended bool) [
 	if c.EarlyFailure {
 		w.addr("dst.addr", c.OriginalDst)
 	} else {
-		w.side("src", c.Source, c.SrcIdentity)
+		w.side("src", c.source(), c.SrcIdentity)
 		w.addr("dst.addr", c.Dst)
 		if c.HBONEAddr != "" {
 			w.bare("dst.hbone_addr", hboneAddr(c.HBONEAddr))
@@ -177,7 +178,7 @@ func hboneAddr(s string) string {
 
 func (w *lineWriter) side(prefix string, wl *workload.Workload, id workload.Identity) {
 	if wl != nil {
-		w.str(prefix+".workload", wl.Name)
+		w.str(prefix+".workload", cmp.Or(wl.Name, wl.CanonicalName)) // of what a peer claims only the latter is known
 		w.str(prefix+".namespace", wl.Namespace)
 	}
 	w.str(prefix+".identity", id.String())

@@ -216,7 +216,10 @@ func (f *Facts) labels(keep []int) (l labelSet, uids [2]string) {
 	if f.Protocol != HBONE {
 		source = workload.Identity{}
 	}
-	l.side(labelSource, labelLocality, f.Source, source)
+	l.side(labelSource, labelLocality, f.source(), source)
+	if f.Source == nil && f.Claimed != nil {
+		l[labelSource+5] = f.Claimed.WorkloadName // ztunnel's, of baggage
+	}
 	l.side(labelDestination, labelLocality+2, f.Destination, destination)
 	host, namespace, name := f.service()
 	l[labelService], l[labelService+1], l[labelService+2] = host, namespace, name
@@ -233,6 +236,14 @@ func (f *Facts) labels(keep []int) (l labelSet, uids [2]string) {
 		}
 	}
 	return l, uids
+}
+
+// source is the workload that opened the connection, as far as it is known.
+func (f *Facts) source() *workload.Workload {
+	if f.Source == nil {
+		return f.Claimed
+	}
+	return f.Source
 }
 
 // side fills the eight labels of a side and the two of its locality.

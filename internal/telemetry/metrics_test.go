@@ -245,3 +245,31 @@ func BenchmarkOpenFinish(b *testing.B) {
 		l.Open(f, nil).Finish(nil)
 	}
 }
+
+// What a peer says of its workload stands in for a record, where there is none.
+func TestClaimedSource(t *testing.T) {
+	reg := prometheus.NewPedanticRegistry()
+	l := newLab(t, Config{Registerer: reg})
+	f := outbound()
+	f.Direction = Inbound
+	f.Claimed = &workload.Workload{ClusterID: "far", Namespace: "there", WorkloadName: "caller-v2", CanonicalName: "caller", CanonicalRevision: "v2", Locality: workload.Locality{Region: "r9"}}
+	l.Open(f, nil).Finish(nil) // the record counts
+	f.Source = nil
+	l.Open(f, nil).Finish(nil)
+	got := values(scrape(t, reg)["istio_tcp_connections_opened_total"], "source_workload", "source_canonical_service", "source_app", "source_version", "source_workload_namespace", "source_cluster", "source_principal", "source_region")
+	want := map[string]float64{
+		"source_app=unknown source_canonical_service=unknown source_cluster=Kubernetes source_principal=spiffe://cluster.local/ns/shop/sa/cart source_region=unknown source_version=unknown source_workload=unknown source_workload_namespace=shop": 1,
+		"source_app=caller-v2 source_canonical_service=caller source_cluster=far source_principal=spiffe://cluster.local/ns/shop/sa/cart source_region=r9 source_version=v2 source_workload=caller-v2 source_workload_namespace=there":              1,
+	}
+	if len(got) != 2 {
+		t.Fatalf("sets of labels: %v", got)
+	}
+	for k, n := range want {
+		if diff := cmp.Diff(n, got[k]); diff != "" {
+			t.Errorf("%s: (-want +got)\n%s; all: %v", k, diff, got)
+		}
+	}
+	if line := l.written(t); !strings.Contains(line, `src.workload="caller" src.namespace="there"`) {
+		t.Errorf("line %q", line)
+	}
+}
