@@ -65,7 +65,8 @@ func (p *Proxy) startRelay(downstream, upstream loop.Conn, conn *connection) fun
 		}
 		if f, ok := downstream.(loop.Fed); ok {
 			if leader := f.Feeder(); leader != nil {
-				r.Beside(leader)
+				_, encrypts := upstream.(hbone.Stream)
+				r.Beside(leader, encrypts)
 			}
 		}
 		conn.SetCloser(func(cause error) { r.PostLater(func() { y.abort(cause) }) })

@@ -7,6 +7,8 @@ import (
 	"os"
 	"path/filepath"
 	"time"
+
+	"ztun.dev/ztun/internal/lab"
 )
 
 // A figure is one value of a row.
@@ -39,7 +41,12 @@ func measurements() []measurement {
 	for _, workers := range []int{1, 32} {
 		all = append(all, connectMeasurement(workers))
 	}
-	return append(all, besideMeasurement("same-pod"), besideMeasurement("other-pod"))
+	for _, direction := range []string{"up", "down"} {
+		for _, which := range []string{"same-pod", "other-pod", "joined"} {
+			all = append(all, besideMeasurement(which, direction))
+		}
+	}
+	return append(all, slowMeasurement())
 }
 
 // through takes a measurement and makes sure that ztun was on the path, where it is to be.
@@ -156,36 +163,104 @@ func connectMeasurement(workers int) measurement {
 	}
 }
 
-// besideMeasurement is a ping-pong while a pod sends eight streams to the same server: the pod of the ping-pong, or another one
-// of its node.
-func besideMeasurement(which string) measurement {
-	name := "beside/" + which
-	title := map[string]string{"same-pod": "of the same pod", "other-pod": "of another pod"}[which]
+// besideMeasurement is a ping-pong while a pod sends eight streams to the same server, or receives them: the pod of the ping-pong, or
+// another one of its node. Where it says joined, the ping-pong was there first, and the streams find its tunnel.
+func besideMeasurement(which, direction string) measurement {
+	name := "beside/" + which + "/" + direction
+	title := "beside 8 streams " + direction + " " + map[string]string{
+		"same-pod": "of the same pod", "other-pod": "of another pod", "joined": "that joined it",
+	}[which]
 	return measurement{
 		name: name,
-		rows: []row{
-			{Name: name + "/p50", Title: "ping-pong p50 beside 8 streams up " + title, Unit: "µs", Better: lower},
-			{Name: name + "/p99", Title: "ping-pong p99 beside 8 streams up " + title, Unit: "µs", Better: lower},
-		},
+		rows: pingpongRows(name, title),
 		take: func(ctx context.Context, b *bed, p *path, d time.Duration) ([]figure, error) {
 			asks := p.client
 			if which == "other-pod" {
 				asks = p.neighbour
 			}
-			bulk, err := startBackground(ctx, p.client, slack, running, "bench-bulk", "-addr", p.bulk(), "-streams", "8", "-announce", "-time", (d + slack).String())
+			warmup := d / 5
+			startBulk := func() (*background, error) {
+				return startBackground(ctx, p.client, slack, running, "bench-bulk", "-addr", p.bulk(), "-streams", "8", "-announce",
+					fmt.Sprintf("-down=%t", direction == "down"), "-time", (d + slack).String())
+			}
+			if which == "joined" {
+				return joined(ctx, name, p, d, warmup, startBulk)
+			}
+			bulk, err := startBulk()
 			if err != nil {
 				return nil, err
 			}
 			defer bulk.end()
-			var r pingpongResult
-			warmup := d / 5
-			err = runTool(ctx, asks, d+warmup, &r, "bench-pingpong", "-addr", p.small(), "-warmup", warmup.String(), "-time", d.String())
+			return pingpongBeside(ctx, name, asks, p, d, warmup)
+		},
+	}
+}
+
+// firstTime is how long a ping-pong is alone before the streams join it.
+const firstTime = 300 * time.Millisecond
+
+func joined(ctx context.Context, name string, p *path, d, warmup time.Duration, startBulk func() (*background, error)) ([]figure, error) {
+	type outcome struct {
+		figures []figure
+		err     error
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	done := make(chan outcome, 1)
+	go func() {
+		f, err := pingpongBeside(ctx, name, p.client, p, d, 2*firstTime+warmup)
+		done <- outcome{f, err}
+	}()
+	err := pause(ctx, firstTime)
+	var bulk *background
+	if err == nil {
+		if bulk, err = startBulk(); err == nil {
+			defer bulk.end()
+		}
+	}
+	if err != nil {
+		cancel()
+	}
+	o := <-done
+	if err != nil {
+		return nil, err
+	}
+	return o.figures, o.err
+}
+
+// fillTime is how long it takes at least until all windows and buffers of slow readers are full.
+const fillTime = 2 * time.Second
+
+// slowMeasurement is a ping-pong beside 99 readers that take next to nothing: as many as fill a tunnel with it.
+func slowMeasurement() measurement {
+	const name = "beside/slow-readers"
+	return measurement{
+		name: name,
+		rows: pingpongRows(name, "beside 99 slow readers"),
+		take: func(ctx context.Context, b *bed, p *path, d time.Duration) ([]figure, error) {
+			slow, err := startBackground(ctx, p.client, slack, running, "bench-slow", "-addr", p.one(), "-conns", "99", "-time", (d + fillTime + slack).String())
 			if err != nil {
 				return nil, err
 			}
-			return []figure{{name + "/p50", r.P50 * 1e6}, {name + "/p99", r.P99 * 1e6}}, nil
+			defer slow.end()
+			return pingpongBeside(ctx, name, p.client, p, d, fillTime)
 		},
 	}
+}
+
+func pingpongRows(name, title string) []row {
+	return []row{
+		{Name: name + "/p50", Title: "ping-pong p50 " + title, Unit: "µs", Better: lower},
+		{Name: name + "/p99", Title: "ping-pong p99 " + title, Unit: "µs", Better: lower},
+	}
+}
+
+func pingpongBeside(ctx context.Context, name string, asks *lab.Host, p *path, d, warmup time.Duration) ([]figure, error) {
+	var r pingpongResult
+	if err := runTool(ctx, asks, d+warmup, &r, "bench-pingpong", "-addr", p.small(), "-warmup", warmup.String(), "-time", d.String()); err != nil {
+		return nil, err
+	}
+	return []figure{{name + "/p50", r.P50 * 1e6}, {name + "/p99", r.P99 * 1e6}}, nil
 }
 
 func plural(n int, what string) string {

@@ -17,6 +17,7 @@ var tools = map[string]func(fs *flag.FlagSet, args []string) (any, error){
 	"bench-pingpong": pingpongTool,
 	"bench-connect":  connectTool,
 	"bench-idle":     idleTool,
+	"bench-slow":     slowTool,
 	"bench-relay":    relayTool,
 	"bench-tlsrelay": tlsRelayTool,
 }

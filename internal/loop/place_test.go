@@ -280,7 +280,7 @@ func TestTasksAreBesideTheirLeader(t *testing.T) {
 			case 0:
 				r.Lead()
 			case 1, 2:
-				r.Beside(tasks[0].r)
+				r.Beside(tasks[0].r, false)
 			}
 			return b
 		})
@@ -311,11 +311,11 @@ func TestTasksAreBesideTheirLeader(t *testing.T) {
 	if early.home() != leader.home() {
 		t.Error("after its window a task is not beside its leader")
 	}
-	early.place.apart = true // as relief has it
+	early.place.relieved = true // as relief has it
 	m.Advance(sparseWindow)
 	wake(early)
 	if early.home() != leader.home() {
-		t.Error("a task that was taken apart is moved without need")
+		t.Error("a task that was moved to relieve a loop is moved without need")
 	}
 	for _, b := range tasks {
 		b.n = 0
@@ -324,10 +324,71 @@ func TestTasksAreBesideTheirLeader(t *testing.T) {
 	wake(leader, early, late, other) // ends the window of the bulk bytes
 	m.Advance(sparseWindow)
 	wake(leader, early, late, other)
-	if early.place.apart {
-		t.Error("a task that moves little is still apart")
+	if early.place.relieved {
+		t.Error("a task that moves little still counts as relieved")
 	}
 	for _, b := range tasks {
+		b.r.Post(b.r.Remove)
+	}
+	m.Settle()
+}
+
+func TestTasksWithMuchWorkLeaveTheirLeader(t *testing.T) {
+	m := NewManualLoops(epoch, 2, 1)
+	defer func() {
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	tasks := make([]*bulkTask, 3)
+	for i := range tasks {
+		b := new(bulkTask)
+		tasks[i] = b
+		m.Group().Add(func(r *Ref) Task {
+			if b.r = r; i == 0 {
+				r.Lead()
+			} else {
+				r.Beside(tasks[0].r, true)
+			}
+			return b
+		})
+	}
+	m.Settle()
+	turn := func(n int, which ...*bulkTask) {
+		for _, b := range which {
+			b.n = n
+			b.r.Wake()
+			m.Settle()
+		}
+	}
+	leader, one, two := tasks[0], tasks[1], tasks[2]
+	turn(bulkBytes+1, leader, one)
+	if one.r.home() != leader.r.home() {
+		t.Error("the only task with much work is not beside its leader")
+	}
+	turn(bulkBytes+1, two)
+	m.Advance(sparseWindow)
+	turn(bulkBytes+1, leader, one, two)
+	for i, b := range []*bulkTask{one, two} {
+		if !b.r.home().bulk || b.r.home() == leader.r.home() {
+			t.Errorf("task %d of two with much work is not on a bulk loop apart from the leader's", i)
+		}
+	}
+	two.r.Post(two.r.Remove)
+	m.Settle()
+	m.Advance(sparseWindow)
+	turn(bulkBytes+1, leader, one)
+	if one.r.home() != leader.r.home() {
+		t.Error("the one task that is left is not beside its leader")
+	}
+	m.Advance(sparseWindow)
+	turn(0, one)
+	m.Advance(sparseWindow)
+	turn(0, one)
+	if n := leader.r.place.followers.Load(); n != 0 || one.r.home().bulk {
+		t.Errorf("%d followers are counted, none moves much", n)
+	}
+	for _, b := range []*bulkTask{leader, one} {
 		b.r.Post(b.r.Remove)
 	}
 	m.Settle()

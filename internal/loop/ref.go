@@ -27,15 +27,18 @@ type Ref struct {
 
 // A place is where a top-level task is, with all of its children.
 type place struct {
-	at atomic.Pointer[eventLoop] // changes when it moves
+	at        atomic.Pointer[eventLoop] // changes when it moves
+	followers atomic.Int32              // tasks on bulk loops that have much work on what this one brings
 
 	// Of the loop's thread.
-	leads  bool
-	beside *place
-	apart  bool // from beside, because their loop was saturated
-	moving bool // on the way to another loop, which has not taken it over yet
-	moved  int  // bytes since since
-	since  time.Time
+	leads    bool
+	leader   *place // whose task brings what this one moves; nil: none
+	works    bool   // with much work
+	working  bool   // counts among the leader's followers
+	relieved bool   // moved to where it is because a loop was saturated
+	moving   bool   // on the way to another loop, which has not taken it over yet
+	moved    int    // bytes since since
+	since    time.Time
 }
 
 func newRoot(l *eventLoop) *Ref {
@@ -110,10 +113,13 @@ func (r *Ref) PostLater(f func()) bool { return r.send(f, true) }
 // what is quiet does not wait for all that is busy, and is not moved to divide the work of a saturated loop.
 func (r *Ref) Lead() { r.place.leads = true }
 
-// Beside says that the top-level task that r belongs to moves what the task of leader brings. While both move much they are on
-// one loop, unless that is saturated: what one has just read is then in the cache of the core that writes it, and nobody has to be
-// woken. One stream through the netstack: 0.75 s of CPU for each GB, against 1.0 (measured, two cores).
-func (r *Ref) Beside(leader *Ref) { r.place.beside = leader.place }
+// Beside says that the top-level task that r belongs to moves what the task of leader brings. While both move much they are on one
+// loop, unless that is saturated: what one has just read is then in the cache of the core that writes it, and nobody has to be woken.
+// One stream through the netstack: 0.75 s of CPU for each GB, against 1.0 (measured, two cores).
+//
+// A task that works much on what it moves, as one that encrypts does, is beside its leader only while it is the only such: several
+// are on other loops, if there are any, so that what is quiet does not wait for the work on what is busy.
+func (r *Ref) Beside(leader *Ref, works bool) { r.place.leader, r.place.works = leader.place, works }
 
 // Moved tells how many bytes the task, or a child for it, has moved. Tasks that move much are kept apart from those that move
 // little, if the Group has loops for both.
@@ -254,6 +260,7 @@ func (r *Ref) Remove() {
 		delete(r.parent.children, r)
 		return
 	}
+	r.place.count(-1)
 	if _, ok := l.roots[r]; ok {
 		delete(l.roots, r)
 		l.tasks.Add(-1)
