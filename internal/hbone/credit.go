@@ -16,6 +16,9 @@ func (e *Engine) SetLevel(level loop.Level) {
 	if level == e.level || e.err != nil {
 		return
 	}
+	if e.level == loop.Calm {
+		e.forgiven, e.calmCredit = -1, e.credit
+	}
 	e.level = level
 	e.recvWanted = e.wantedWindow()
 	e.offerWindow()
@@ -26,11 +29,18 @@ func (e *Engine) SetLevel(level loop.Level) {
 }
 
 // Holds tells that the application has not taken n bytes of StreamData, of all streams together. At levels other than Calm the
-// peer gets connection credit for the others only.
+// peer gets connection credit for the others only. What was held when the calm ended had been credited: if it counted, slow readers
+// would stop all streams until they have taken it.
 func (e *Engine) Holds(n int) {
-	if e.level != loop.Calm && e.err == nil {
-		e.creditConnection(int64(n))
+	if e.level == loop.Calm || e.err != nil {
+		return
 	}
+	held := int64(n)
+	if e.forgiven < 0 {
+		e.forgiven = max(0, held-(e.credit-e.calmCredit))
+	}
+	e.forgiven = min(e.forgiven, held)
+	e.creditConnection(held - e.forgiven)
 }
 
 // wantedWindow is the window that streams are to have at the present level.

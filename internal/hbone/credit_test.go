@@ -64,6 +64,35 @@ func TestEngineLevels(t *testing.T) {
 		expect(t, w, "credited as it arrives again", "WINDOW_UPDATE 0 +4194304")
 	})
 
+	t.Run("what was held in calm times is forgiven", func(t *testing.T) {
+		w := start(t)
+		for id := uint32(5); id < 41; id += 2 {
+			w.connect(id)
+		}
+		for id := uint32(1); id < 41; id += 2 { // 20 slow readers: 80 MiB in a window of 16
+			data(t, w, id, 4*mib)
+		}
+		w.eng.Holds(80 * mib)
+		w.frames()
+		w.eng.SetLevel(loop.Tight)
+		w.eng.Holds(80 * mib)
+		w.connect(41)
+		w.frames()
+		data(t, w, 41, 4*mib)
+		w.eng.Took(41, 4*mib)
+		w.eng.Holds(80 * mib)
+		expect(t, w, "a quick reader's bytes are credited beside them", "WINDOW_UPDATE 41 +4194304", "WINDOW_UPDATE 0 +4194304")
+		data(t, w, 41, 4*mib)
+		w.eng.Holds(84 * mib)
+		expect(t, w, "what is new and held is not")
+		w.eng.Took(1, 4*mib)
+		w.eng.Holds(80 * mib)
+		expect(t, w, "as much as was taken, whoever had it", "WINDOW_UPDATE 1 +4194304", "WINDOW_UPDATE 0 +4194304")
+		w.eng.Took(3, 4*mib)
+		w.eng.Holds(76 * mib)
+		expect(t, w, "and no more", "WINDOW_UPDATE 3 +4194304")
+	})
+
 	t.Run("a peer without credit gets what there is", func(t *testing.T) {
 		w := start(t)
 		w.eng.SetLevel(loop.Tight)

@@ -124,6 +124,8 @@ type Engine struct {
 	level       loop.Level
 	recv        int64 // connection window left to the peer
 	credit      int64 // bytes that arrived and were not credited to the connection window yet
+	forgiven    int64 // bytes held since calm times, credited then; -1: the next Holds tells
+	calmCredit  int64 // credit when the calm ended
 	recvInit    int64 // window of a new stream that the peer may count on: the larger of the next two
 	recvAcked   int64 // of these, what it has acknowledged
 	recvOffered int64 // what it has been told
