@@ -41,10 +41,14 @@ func TestNetnsPodThatIsLostStaysClosedAndAlone(t *testing.T) {
 	}
 	a.log.await(t, "pod lost", a.done, "shop/client")
 	b.closed(clientA, "after its device is gone")
+	if a.node.readiness.Ready() {
+		t.Error("the node is ready although a pod has just been lost")
+	}
 	if _, err := b.ask(b.pods[otherA], addrPort(b.pods[plainB].Addr4, 9100)); err != nil {
 		t.Errorf("another pod of the node is not served any more: %v", err)
 	}
 	a.log.await(t, "pod captured again", a.done, "shop/client")
+	eventually(t, 5*time.Second, "ready again", a.node.readiness.Ready)
 	if _, err := b.ask(b.pods[clientA], addrPort(b.pods[plainB].Addr4, 9100)); err != nil {
 		t.Errorf("after it was captured again: %v", err)
 	}

@@ -64,6 +64,7 @@ type Node struct {
 	levels     *telemetry.Levels
 	readiness  *admin.Readiness
 	ready      *admin.Task
+	gate       gate
 	admin      *admin.Server
 	registry   *prometheus.Registry
 	metrics    *metrics
@@ -171,6 +172,7 @@ func build(cfg *config.Config, o Options) (*Node, error) {
 		n.close()
 		return nil, err
 	}
+	n.gate = gate{task: n.ready, group: n.group, pods: n.listPods, limit: cfg.ReadyIgnorePending, now: time.Now}
 	return n, nil
 }
 
@@ -288,9 +290,10 @@ func (n *Node) run(ctx context.Context) error {
 	err := n.start(ctx, func(p *pod) { pods.Go(func() error { n.supervise(serving, p); return nil }) })
 	if err == nil {
 		debug.FreeOSMemory() // what only the start has needed
-		n.ready.Done()
+		n.gate.start()
 		n.log.Info("ready", "pods", len(n.pods), "workers", n.workers, "workloads", len(n.store.Snapshot().State().Workloads))
 		<-ctx.Done()
+		n.gate.close()
 	}
 	if ctx.Err() != nil { // also in the midst of the start
 		n.log.Info("ending", "cause", context.Cause(ctx).Error())
@@ -343,6 +346,7 @@ func (n *Node) supervise(ctx context.Context, p *pod) {
 		p.log.Error("pod lost: it stays closed until it is captured again", "error", err.Error(), "next_try", retryPod.String())
 		n.metrics.lost.Inc()
 		p.fail(ctx, err)
+		n.gate.check()
 		for {
 			select {
 			case <-ctx.Done():
@@ -351,6 +355,7 @@ func (n *Node) supervise(ctx context.Context, p *pod) {
 			}
 			if err = n.startPod(ctx, p); err == nil {
 				p.log.Info("pod captured again")
+				n.gate.check()
 				break
 			}
 			p.set(nil, err)

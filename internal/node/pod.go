@@ -41,6 +41,7 @@ type pod struct {
 	mu      sync.Mutex // guards below
 	line    *pipeline  // nil: pending
 	pending string     // why
+	since   time.Time  // when it began to be pending
 	held    bool       // it was captured by this process and lost: whatever fails, it stays closed
 }
 
@@ -62,10 +63,21 @@ func (p *pod) state() (*pipeline, string) {
 func (p *pod) set(l *pipeline, pending error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	was := p.pending != ""
 	p.line, p.pending = l, ""
 	if pending != nil {
 		p.pending = pending.Error()
+		if !was {
+			p.since = time.Now()
+		}
 	}
+}
+
+// pendingFor is how long the pod has been pending; false if it is not.
+func (p *pod) pendingFor(now time.Time) (time.Duration, bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return now.Sub(p.since), p.pending != ""
 }
 
 // A pipeline is what serves a pod: what captures it, the proxy, and both ends of HBONE.
