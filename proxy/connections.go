@@ -25,7 +25,8 @@ type ConnectionsConfig struct {
 	Log        *slog.Logger
 	Registerer prometheus.Registerer // nil: none
 
-	PolicyWait time.Duration // for a policy that a workload lists and that has not arrived: 1 s
+	PolicyWait         time.Duration // for a policy that a workload lists and that has not arrived: 1 s
+	AllowMissingPolicy bool          // do not wait for it, and do not deny: ztunnel's way
 }
 
 // Connections are the open connections of the process, by pod. While Run runs, a change of the state has those inbound connections
@@ -35,7 +36,7 @@ type ConnectionsConfig struct {
 // decided by, and is decided about again if that is not the one that Run has looked at; and policies are compared, not announced.
 type Connections struct {
 	cfg     ConnectionsConfig
-	metrics *cutMetrics
+	metrics *policyMetrics
 	leaving atomic.Int64 // connections that were told to close and have not gone
 
 	mu   sync.Mutex // guards below
@@ -52,9 +53,9 @@ func NewConnections(cfg ConnectionsConfig) (*Connections, error) {
 	if cfg.PolicyWait == 0 {
 		cfg.PolicyWait = time.Second
 	}
-	c := &Connections{cfg: cfg, metrics: newCutMetrics(), due: true} // what changed before Run
+	c := &Connections{cfg: cfg, metrics: newPolicyMetrics(), due: true} // what changed before Run
 	if cfg.Registerer != nil {
-		if err := cfg.Registerer.Register(c.metrics.closed); err != nil {
+		if err := errors.Join(cfg.Registerer.Register(c.metrics.closed), cfg.Registerer.Register(c.metrics.decisions)); err != nil {
 			return nil, err
 		}
 	}
@@ -129,9 +130,10 @@ func (c *Connections) Close(cause error) {
 	}
 }
 
-// cutMetrics count what policy closed.
-type cutMetrics struct {
-	closed *prometheus.CounterVec
+// policyMetrics count what policy decided, and what it closed.
+type policyMetrics struct {
+	decisions *prometheus.CounterVec
+	closed    *prometheus.CounterVec
 
 	mu   sync.Mutex // guards below
 	seen map[string]bool
@@ -140,8 +142,11 @@ type cutMetrics struct {
 // maxCutPolicies bounds the values of the label.
 const maxCutPolicies = 1000
 
-func newCutMetrics() *cutMetrics {
-	return &cutMetrics{
+func newPolicyMetrics() *policyMetrics {
+	return &policyMetrics{
+		decisions: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "ztun_rbac_decisions_total", Help: "Decisions of policy about new inbound connections; would_deny: a policy for trial would have denied it.",
+		}, []string{"result", "reason"}),
 		closed: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "ztun_connections_closed_by_policy_total", Help: "Open connections that a change of policy closed, by the policy that denied them; none_allowed: none that allows them applies any more.",
 		}, []string{"policy"}),
@@ -149,7 +154,8 @@ func newCutMetrics() *cutMetrics {
 	}
 }
 
-func (m *cutMetrics) count(policy string) {
+// count counts an open connection that policy closes.
+func (m *policyMetrics) count(policy string) {
 	if policy == "" {
 		policy = "none_allowed"
 	}
@@ -331,7 +337,7 @@ func (c *connection) decide() authz.Verdict {
 
 // request is what policy decides by, but for the state.
 func (c *connection) request(w *workload.Workload) *authz.Request {
-	return &authz.Request{Source: c.Src, Peer: c.SrcIdentity, Destination: c.AppDst, Workload: w}
+	return &authz.Request{Source: c.Src, Peer: c.SrcIdentity, Destination: c.AppDst, Workload: w, IgnoreMissing: c.pod.all.cfg.AllowMissingPolicy}
 }
 
 // decided notes which state a connection was decided about by. False: Run has looked at a newer one, which counts.
@@ -399,7 +405,7 @@ func (p *podConnections) applyNow(s *workload.Snapshot, w *workload.Workload) (c
 func (p *podConnections) wait(now time.Time) bool {
 	all := p.all
 	switch {
-	case !slices.Contains(p.policies, nil):
+	case all.cfg.AllowMissingPolicy || !slices.Contains(p.policies, nil):
 		if p.timer != nil {
 			p.timer.Stop()
 		}

@@ -2,12 +2,17 @@ package proxy
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"net/netip"
 	"strings"
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
 
 	"ztun.dev/ztun/internal/hbone"
 	"ztun.dev/ztun/internal/loop"
@@ -304,6 +309,134 @@ func TestOpenConnectionsWhileAPolicyIsMissing(t *testing.T) {
 			t.Error("not closed")
 		}
 	})
+}
+
+// ZTUN_UNKNOWN_POLICY=allow is ztunnel's way.
+func TestMissingPolicyMayBeAllowed(t *testing.T) {
+	t.Run("CP-96", func(t *testing.T) {
+		p := newPeer(t, newMesh(), somebody)
+		p.conns.cfg.AllowMissingPolicy = true
+		var log syncBuffer
+		p.cfg.Log = slog.New(slog.NewTextHandler(&log, nil))
+		old := p.mustOpen(t)
+		p.change(func(m *mesh) { m.client.AuthorizationPolicies = []string{"default/d"} })
+		req := inboundRequest("10.244.9.9:1234", "10.244.0.5:8080")
+		p.ServeTCP(t.Context(), req)
+		p.Settle()
+		if req.answer != "accepted" {
+			t.Errorf("a new connection is answered by %q, want it accepted at once", req.answer)
+		}
+		p.Advance(time.Minute)
+		if !old.works(t, p.bench) {
+			t.Error("an open connection was closed")
+		}
+		if got := log.String(); strings.Count(got, "policy=default/d") != 1 {
+			t.Errorf("log %q, want one warning", got)
+		}
+		p.change(func(m *mesh) { m.more.Policies = []*workload.Policy{denies("d", "", workload.ScopePolicyWorkload)} })
+		if !old.cut() {
+			t.Error("an open connection stays although the policy has arrived and denies")
+		}
+		req.app.Reset()
+		p.Settle()
+	})
+}
+
+func TestDecisionsAreLoggedAndCounted(t *testing.T) {
+	trial := denies("trial", "", workload.ScopePolicyGlobal)
+	trial.DryRun = true
+	trialAllow := only("cluster.local/ns/default/sa/other")
+	trialAllow.DryRun, trialAllow.Name = true, "only-trial"
+	tests := []struct {
+		name     string
+		policies []*workload.Policy
+		answer   string
+		log      []string
+		counts   map[string]float64 // both times together
+	}{
+		{"no policy", nil, "accepted", []string{`msg="no allow policies, allow"`}, map[string]float64{"reason=no_allow_policies result=allow": 2}},
+		{"DP-121 CP-95 a DENY for trial", []*workload.Policy{trial}, "accepted", []string{`msg="dry-run: deny policy match" src=10.244.9.9:1234 identity="" dst=10.244.0.5:8080 policy=default/trial`, `msg="no allow policies, allow"`}, map[string]float64{
+			"reason=no_allow_policies result=allow": 2, "reason=deny_matched result=would_deny": 2,
+		}},
+		{"an ALLOW for trial", []*workload.Policy{trialAllow}, "accepted", []string{`msg="dry-run: no allow policies match"`, `msg="no allow policies, allow"`}, map[string]float64{
+			"reason=no_allow_policies result=allow": 2, "reason=no_allow_matched result=would_deny": 2,
+		}},
+		{"a DENY", []*workload.Policy{denies("d", "", workload.ScopePolicyGlobal)}, "RST", []string{`dst=10.244.0.5:8080 policy=default/d`}, map[string]float64{"reason=deny_matched result=deny": 2}},
+		{"an ALLOW for others", []*workload.Policy{only("cluster.local/ns/default/sa/other")}, "RST", []string{`msg="no allow policies matched"`}, map[string]float64{"reason=no_allow_matched result=deny": 2}},
+		{"an ALLOW", []*workload.Policy{{Name: "a", Namespace: "default", Groups: []workload.Group{{}}}}, "accepted", []string{`dst=10.244.0.5:8080 policy=default/a`}, map[string]float64{"reason=allow_matched result=allow": 2}},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			m := newMesh()
+			m.more.Policies = tt.policies
+			b := newBench(t, m)
+			for _, info := range []bool{false, true} {
+				var log syncBuffer
+				b.cfg.Log, b.cfg.LogPolicyAtInfo = slog.New(slog.NewTextHandler(&log, nil)), info
+				req := inboundRequest("10.244.9.9:1234", "10.244.0.5:8080")
+				b.ServeTCP(t.Context(), req)
+				b.Settle()
+				if req.answer != tt.answer {
+					t.Errorf("answer %q, want %q", req.answer, tt.answer)
+				}
+				if req.app != nil {
+					req.app.Reset()
+					b.Settle()
+				}
+				want := tt.log
+				if !info {
+					want = nil
+				}
+				lines := strings.Split(strings.TrimSuffix(log.String(), "\n"), "\n")
+				if n := strings.Count(log.String(), "\n"); n != len(want) {
+					t.Errorf("log\n%s, want %d lines", log.String(), len(want))
+					continue
+				}
+				for i, w := range want {
+					if !strings.Contains(lines[i], w) || !strings.Contains(lines[i], "src=10.244.9.9:1234") {
+						t.Errorf("line %q lacks %q", lines[i], w)
+					}
+				}
+			}
+			if diff := cmp.Diff(tt.counts, counted(t, b.conns.metrics.decisions)); diff != "" {
+				t.Errorf("counted (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestClosedByPolicyIsCounted(t *testing.T) {
+	m := newPolicyMetrics()
+	for i := range maxCutPolicies + 5 {
+		m.count(fmt.Sprint("ns/", i))
+	}
+	m.count("")
+	m.count("ns/0")
+	got := counted(t, m.closed)
+	if len(got) != maxCutPolicies+1 || got["policy=ns/0"] != 2 || got["policy=other"] != 6 {
+		t.Errorf("%d policies counted, ns/0 %v times, other %v times; want %d, 2 and 6", len(got), got["policy=ns/0"], got["policy=other"], maxCutPolicies+1)
+	}
+}
+
+// counted are the counters of a collector, by their labels.
+func counted(t *testing.T, c prometheus.Collector) map[string]float64 {
+	t.Helper()
+	ch := make(chan prometheus.Metric, 2*maxCutPolicies)
+	c.Collect(ch)
+	close(ch)
+	got := make(map[string]float64)
+	for m := range ch {
+		var d dto.Metric
+		if err := m.Write(&d); err != nil {
+			t.Fatal(err)
+		}
+		var key []string
+		for _, l := range d.GetLabel() {
+			key = append(key, l.GetName()+"="+l.GetValue())
+		}
+		got[strings.Join(key, " ")] = d.GetCounter().GetValue()
+	}
+	return got
 }
 
 // A workload that has left the state keeps its connections, and the policies about it.

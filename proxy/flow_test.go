@@ -427,6 +427,33 @@ func TestFlowsBetweenOthersAreRefused(t *testing.T) {
 	}
 }
 
+func TestDrainingRefusesNewFlows(t *testing.T) {
+	b := newBench(t, newMesh())
+	open, slow := request("1.2.3.4:80"), request("1.2.3.5:80")
+	b.ServeTCP(t.Context(), open)
+	b.ServeTCP(t.Context(), slow)
+	b.Drain()
+	b.Settle()
+	for _, to := range []*fakeRequest{request("1.2.3.4:80"), request("10.96.0.10:80"), request("10.96.0.53:53"), inboundRequest("10.244.9.9:1234", "10.244.0.5:8080")} {
+		b.ServeTCP(t.Context(), to)
+		b.Settle()
+		if to.answer != "RST" {
+			t.Errorf("DP-133: a flow to %v is answered by %q, want RST", to.flow.Dst, to.answer)
+		}
+	}
+	udp := &fakeUDP{flow: stack.Flow{Proto: stack.UDP, Src: netip.MustParseAddrPort("10.244.0.5:5353"), Dst: netip.MustParseAddrPort("10.96.0.53:53")}, payload: []byte("one")}
+	b.ServeUDP(t.Context(), udp)
+	b.Settle()
+	if len(udp.replies) != 1 {
+		t.Error("a question over UDP is not answered")
+	}
+	for i, req := range []*fakeRequest{open, slow} { // what had begun goes on
+		b.push(t, req.app, b.net.far[i], "more")
+		req.app.Reset()
+	}
+	b.Settle()
+}
+
 func TestQuestionsAreLimited(t *testing.T) {
 	b := newBench(t, newMesh())
 	b.cfg.MaxQuestions = 3

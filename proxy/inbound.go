@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/http"
 	"net/netip"
 	"strings"
@@ -37,10 +38,62 @@ func (p *Proxy) authorize(ctx context.Context, c *connection) error {
 		v = p.awaitPolicy(ctx, c)
 	}
 	c.Policy = v.Policy
+	p.tell(ctx, c, v)
 	if v.Allowed {
 		return nil
 	}
 	return &PolicyError{Verdict: v}
+}
+
+// tell counts and logs a decision. The messages are ztunnel's.
+func (p *Proxy) tell(ctx context.Context, c *connection, v authz.Verdict) {
+	result := "deny"
+	if v.Allowed {
+		result = "allow"
+	}
+	decisions := c.pod.all.metrics.decisions
+	decisions.WithLabelValues(result, v.Reason.String()).Inc()
+	if v.Missing != "" {
+		p.cfg.Log.Warn("policy not yet received, connection admitted", "policy", v.Missing)
+	}
+	level := slog.LevelDebug
+	if p.cfg.LogPolicyAtInfo {
+		level = slog.LevelInfo
+	}
+	for _, trial := range v.DryRun {
+		if trial.Action == workload.Deny {
+			decisions.WithLabelValues("would_deny", authz.DenyMatched.String()).Inc()
+		}
+	}
+	if v.DryRunMissed {
+		decisions.WithLabelValues("would_deny", authz.NoAllowMatched.String()).Inc()
+	}
+	if !p.cfg.Log.Enabled(ctx, level) {
+		return
+	}
+	log := p.cfg.Log.With("src", c.Src.String(), "identity", c.SrcIdentity.String(), "dst", c.AppDst.String())
+	for _, trial := range v.DryRun {
+		if trial.Action == workload.Deny {
+			log.Log(ctx, level, "dry-run: deny policy match", "policy", trial.Key())
+		} else {
+			log.Log(ctx, level, "dry-run: allow policy match", "policy", trial.Key())
+		}
+	}
+	if v.DryRunMissed {
+		log.Log(ctx, level, "dry-run: no allow policies match")
+	}
+	switch v.Reason {
+	case authz.NoAllowPolicies:
+		log.Log(ctx, level, "no allow policies, allow")
+	case authz.AllowMatched:
+		log.Log(ctx, level, "allow policy match", "policy", v.Policy)
+	case authz.DenyMatched:
+		log.Log(ctx, level, "deny policy match", "policy", v.Policy)
+	case authz.NoAllowMatched:
+		log.Log(ctx, level, "no allow policies matched")
+	case authz.PolicyUnknown:
+		log.Log(ctx, level, "policy not yet received", "policy", v.Policy)
+	}
 }
 
 func (p *Proxy) awaitPolicy(ctx context.Context, c *connection) authz.Verdict {

@@ -60,6 +60,7 @@ type Config struct {
 	PolicyWait     time.Duration // for a policy that the workload lists: 1 s
 	DNSTimeout     time.Duration // of one question: 10 s
 
+	LogPolicyAtInfo       bool // decisions of policies, not at debug
 	NoBaggage             bool // neither say who answers nor heed what peers say of themselves
 	AppTunnelOnPodAddress bool // application tunnels listen on the pod's address, not on its loopback address
 
@@ -77,6 +78,7 @@ type Proxy struct {
 	questions        atomic.Int64 // in progress
 	questionsRefused atomic.Uint64
 	strays           atomic.Uint64
+	draining         atomic.Bool
 }
 
 var (
@@ -130,8 +132,16 @@ func (p *Proxy) ServeTCP(ctx context.Context, req stack.TCPRequest) {
 	default:
 		serve = p.outbound
 	}
+	if p.draining.Load() {
+		req.Reset()
+		return
+	}
 	p.cfg.Group.Go(ctx, func(ctx context.Context) { serve(ctx, req) })
 }
+
+// Drain refuses new TCP flows from now on. Those that are open go on, and so do answers to DNS questions over UDP, which connections
+// that are open may need. Of new streams the server of the pod gets none any more.
+func (p *Proxy) Drain() { p.draining.Store(true) }
 
 // Strays counts flows neither from nor to the pod.
 func (p *Proxy) Strays() uint64 { return p.strays.Load() }

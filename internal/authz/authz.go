@@ -18,6 +18,8 @@ type Request struct {
 	Peer        workload.Identity  // what the peer's certificate proved; zero for plaintext
 	Destination netip.AddrPort     // the pod's address and the port after every translation
 	Workload    *workload.Workload // the destination
+
+	IgnoreMissing bool // decide as if a policy that the workload lists and that has not arrived were not listed (ZTUN_UNKNOWN_POLICY)
 }
 
 // A Reason says which step of the decision settled it.
@@ -33,12 +35,21 @@ const (
 	WorkloadUnknown               // denied: there is no destination workload to decide for
 )
 
+// The names of the reasons, as metrics have them.
+var reasonNames = []string{"no_allow_policies", "allow_matched", "deny_matched", "no_allow_matched", "policy_unknown", "workload_unknown"}
+
+func (r Reason) String() string { return reasonNames[r] }
+
 // A Verdict is the outcome.
 type Verdict struct {
 	Allowed bool
 	Reason  Reason
-	Policy  string   // key of the policy that decided, if one did
-	DryRun  []string // keys of dry-run policies that matched; they decide nothing
+	Policy  string // key of the policy that decided, if one did
+	Missing string // key of a policy that Request.IgnoreMissing left out
+
+	// What policies for trial would have done. They decide nothing.
+	DryRun       []*workload.Policy // those that matched
+	DryRunMissed bool               // there are ALLOW policies, all of them for trial, and none matched
 }
 
 func (v Verdict) String() string {
@@ -94,15 +105,19 @@ func Evaluate(s *workload.Snapshot, r *Request) Verdict {
 	}
 	var v Verdict
 	var allowed *workload.Policy
-	allows, missing := false, false
+	allows, missing, trials, trialMatched := false, false, false, false
 	f := facts{Request: r, principal: r.Peer.Principal()}
 	for p := range Applying(s, r.Workload) {
 		switch {
 		case p == nil:
 			missing = true
 		case p.DryRun:
-			if f.match(p) {
-				v.DryRun = append(v.DryRun, p.Key())
+			matched := f.match(p)
+			if matched {
+				v.DryRun = append(v.DryRun, p)
+			}
+			if p.Action == workload.Allow {
+				trials, trialMatched = true, trialMatched || matched
 			}
 		case p.Action == workload.Deny:
 			if f.match(p) {
@@ -115,6 +130,10 @@ func Evaluate(s *workload.Snapshot, r *Request) Verdict {
 				allowed = p
 			}
 		}
+	}
+	v.DryRunMissed = !allows && trials && !trialMatched
+	if missing && r.IgnoreMissing {
+		v.Missing, missing = firstMissing(s, r.Workload), false
 	}
 	switch {
 	case missing:

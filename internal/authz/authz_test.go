@@ -157,11 +157,46 @@ func TestVerdictNamesThePolicy(t *testing.T) {
 	if got, want := Evaluate(s, r).String(), "explicitly denied by: web/no-one"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
-	if got := Evaluate(s, &Request{Workload: &workload.Workload{Namespace: "q"}}); len(got.DryRun) != 1 || got.DryRun[0] != "istio-system/watch" || !got.Allowed {
+	if got := Evaluate(s, &Request{Workload: &workload.Workload{Namespace: "q"}}); len(got.DryRun) != 1 || got.DryRun[0].Key() != "istio-system/watch" || !got.Allowed {
 		t.Errorf("dry-run: got %+v, want it named and without effect", got)
 	}
 	if got := Evaluate(s, &Request{}); got.Allowed || got.Reason != WorkloadUnknown {
 		t.Errorf("without a workload: got %+v, want denied", got)
+	}
+}
+
+func TestPoliciesForTrialAndMissingOnes(t *testing.T) {
+	trial := func(p *workload.Policy, name string) *workload.Policy { dry(p).Name = name; return p }
+	matched, missed := allow(one(ports(8080))), allow(one(ports(1)))
+	tests := []struct {
+		name     string
+		policies []*workload.Policy
+		lists    []string
+		ignore   bool
+		want     string // verdict; trials; missed; missing
+	}{
+		{"an ALLOW that matches", []*workload.Policy{trial(matched, "a")}, nil, false, "no allow policies [a] false "},
+		{"ALLOWs that do not", []*workload.Policy{trial(missed, "b")}, nil, false, "no allow policies [] true "},
+		{"one that does, one that does not", []*workload.Policy{matched, missed}, nil, false, "no allow policies [a] false "},
+		{"beside one in force", []*workload.Policy{missed, allow(group{})}, nil, false, "explicitly allowed by: istio-system/ [] false "},
+		{"CP-96 missing", nil, []string{"web/p"}, false, "policy not yet received: web/p [] false "},
+		{"CP-96 missing and not heeded", nil, []string{"web/p", "web/q"}, true, "no allow policies [] false web/p"},
+		{"missing, not heeded, denied", []*workload.Policy{allow(one(ports(1)))}, []string{"web/p"}, true, "allow policies exist, but none allowed [] false web/p"},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			s := workload.NewSnapshot(workload.State{Policies: tt.policies})
+			v := Evaluate(s, &Request{
+				Destination: netip.MustParseAddrPort("10.2.2.2:8080"), Workload: &workload.Workload{Namespace: "web", AuthorizationPolicies: tt.lists}, IgnoreMissing: tt.ignore,
+			})
+			names := []string{}
+			for _, p := range v.DryRun {
+				names = append(names, p.Name)
+			}
+			if got := fmt.Sprint(v, " ", names, v.DryRunMissed, " ", v.Missing); got != tt.want {
+				t.Errorf("got %q, want %q", got, tt.want)
+			}
+		})
 	}
 }
 

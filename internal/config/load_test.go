@@ -455,7 +455,9 @@ func TestCheck(t *testing.T) {
 	mustLoad(t, Sources{Env: []string{"XDS_ADDRESS=", "CA_ADDRESS=https://istiod:15012", "FAKE_CA=true", "COMPLIANCE_POLICY=other"}})
 }
 
-func TestTerminationDeadline(t *testing.T) {
+func TestTerminationDeadline(t *testing.T) { t.Run("DP-137", checkTerminationDeadline) }
+
+func checkTerminationDeadline(t *testing.T) {
 	for _, tt := range []struct {
 		env  string
 		want time.Duration

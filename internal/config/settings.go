@@ -163,7 +163,7 @@ var settings = []setting{
 	{"ZTUN_OFFLOAD", "offload", "auto", "give flows back to the kernel where it can carry them alone; off: never", func(c *Config) value { return choice(&c.Offload, offloads) }, unused, ""},
 	{"ZTUN_TUN_GSO", "tunGso", "auto", "segmentation offload on TUN devices; on: a pod fails without it", func(c *Config) value { return choice(&c.TUNGSO, switches) }, unused, ""},
 	{"ZTUN_HANDOVER_SOCKET", "handoverSocket", "/var/run/ztunnel/ztun.sock", "unix socket on which a successor takes over; state that must outlive the process is kept beside it", func(c *Config) value { return str(&c.HandoverSocket) }, 0, ""},
-	{"ZTUN_UNKNOWN_POLICY", "unknownPolicy", "deny", "connections while a policy that selects their workload has not arrived", func(c *Config) value { return choice(&c.UnknownPolicy, unknownPolicies) }, unused, ""},
+	{"ZTUN_UNKNOWN_POLICY", "unknownPolicy", "deny", "connections while a policy that selects their workload has not arrived: deny after a second, or allow with a warning", func(c *Config) value { return choice(&c.UnknownPolicy, unknownPolicies) }, 0, ""},
 	{"ZTUN_INVALID_POLICY", "invalidPolicy", "deny", "policies that cannot be read and never could: deny what they select, or skip them", func(c *Config) value { return choice(&c.InvalidPolicy, invalidPolicies) }, unused, ""},
 	{"ZTUN_READY_IGNORE_PENDING_AFTER", "readyIgnorePendingAfter", "30s", "time after which pods that are still pending no longer keep the node from being ready; 0: never", func(c *Config) value { return (*durationValue)(&c.ReadyIgnorePending) }, 0, ""},
 	{"ZTUN_REMOVED_POD_GRACE", "removedPodGrace", "5s", "time for connections of a pod that leaves the mesh and lives on", func(c *Config) value { return (*durationValue)(&c.RemovedPodGrace) }, unused, ""},
@@ -176,7 +176,7 @@ var settings = []setting{
 	{"", "statsPort", "15020", "port of the metrics", func(c *Config) value { return uint16In(&c.StatsPort, 1) }, 0, ""},
 	{"LOG_FORMAT", "logFormat", "plain", "json, or anything else for plain lines", func(c *Config) value { return (*formatValue)(&c.LogFormat) }, 0, ""},
 	{"RUST_LOG", "rustLog", "info", "what is logged: off, error, warn, info, debug or trace, also per target (info,access=debug)", func(c *Config) value { return (*filterValue)(&c.LogFilter) }, 0, ""},
-	{"AUTHZ_POLICY_INFO_LOGGING", "authzPolicyInfoLogging", "false", "log denials by policy at info instead of debug; only true switches it on", func(c *Config) value { return (*lenientBool)(&c.AuthzPolicyInfoLogging) }, unused, ""},
+	{"AUTHZ_POLICY_INFO_LOGGING", "authzPolicyInfoLogging", "false", "log decisions of policies at info instead of debug; only true switches it on", func(c *Config) value { return (*lenientBool)(&c.AuthzPolicyInfoLogging) }, 0, ""},
 	{"ZTUN_METRICS_DROP_LABELS", "metricsDropLabels", "", "labels of the traffic metrics to leave out, or ends of several: revision, version, region, zone, principal", func(c *Config) value { return (*labelsValue)(&c.MetricsDropLabels) }, 0, ""},
 	{"ZTUN_ACCESS_LOG_FIELDS", "accessLogFields", "", "fields to add to lines of the access log: response_flags, trace_id, flow_id, tunnel.local_addr, policy", func(c *Config) value { return wordsValue{&c.AccessLogFields, telemetry.AccessFields()} }, 0, ""},
 

@@ -107,7 +107,9 @@ func TestNetnsStateDirectoryCannotBeMade(t *testing.T) {
 }
 
 // If one pod cannot be served none is.
-func TestNetnsPortTaken(t *testing.T) {
+func TestNetnsPortTaken(t *testing.T) { t.Run("DP-136", checkPortTaken) }
+
+func checkPortTaken(t *testing.T) {
 	b := newBed(t)
 	for i, name := range []string{"client", "other"} {
 		unchanged(t, b.pods[:2], func() {

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/internal/lab"
 )
 
 func TestNetnsSecondStartIsRefused(t *testing.T) { eachBackend(t, checkSecondStartIsRefused) }
@@ -105,25 +106,48 @@ func checkStopDrains(t *testing.T, b *bed) {
 	if _, err := io.CopyN(io.Discard, long, 1_000_000); err != nil {
 		t.Fatal(err)
 	}
+	b.serve(b.pods[plainB], 8080, echo)
 	z.stop()
 	z.log.await(t, "\tending\t", z.done)
-	shortServer.Write([]byte("the rest"))
-	shortServer.Close()
-	short.CloseWrite()
-	if got, err := io.ReadAll(short); err != nil || string(got) != "the rest" {
-		t.Errorf("a connection that ends while the node ends: %q, %v", got, err)
-	}
-	deadline := z.node.cfg.TerminationDeadline
-	start := time.Now()
-	if n, err := io.Copy(io.Discard, long); !errors.Is(err, syscall.ECONNRESET) {
-		t.Errorf("a connection that goes on: %d bytes, then %v, want a reset", n, err)
-	}
-	if took := time.Since(start); took < deadline/2 || took > 2*deadline {
-		t.Errorf("a connection that goes on was cut after %v, want about %v", took, deadline)
-	}
-	longServer.Close()
-	sending.Wait()
-	<-z.done
-	z.out.await(t, `direction="inbound"`, z.done, `error="connection closed due to connection drain"`)
+	t.Run("DP-133 nothing new", func(t *testing.T) {
+		web, plain := b.pods[webB], b.pods[plainB]
+		for _, try := range []struct {
+			name string
+			from *lab.Host
+			to   string
+			want syscall.Errno
+		}{
+			{"mesh", b.pods[clientA], addrPort(web.Addr4, 8080), b.seen(syscall.ECONNREFUSED)},
+			{"plaintext in", plain, addrPort(web.Addr4, 8080), b.seen(syscall.ECONNREFUSED)},
+			{"passthrough out", web, addrPort(plain.Addr4, 8080), b.seen(syscall.ECONNREFUSED)},
+		} {
+			if err := b.refusal(try.from, try.to); !errors.Is(err, try.want) {
+				t.Errorf("%s: %v, want %v", try.name, err, try.want)
+			}
+		}
+	})
+	t.Run("DP-131 an open connection goes on", func(t *testing.T) {
+		shortServer.Write([]byte("the rest"))
+		shortServer.Close()
+		short.CloseWrite()
+		if got, err := io.ReadAll(short); err != nil || string(got) != "the rest" {
+			t.Errorf("a connection that ends while the node ends: %q, %v", got, err)
+		}
+	})
+	t.Run("DP-132 until the deadline", func(t *testing.T) {
+		deadline := z.node.cfg.TerminationDeadline
+		start := time.Now()
+		if n, err := io.Copy(io.Discard, long); !errors.Is(err, syscall.ECONNRESET) {
+			t.Errorf("a connection that goes on: %d bytes, then %v, want a reset", n, err)
+		}
+		if took := time.Since(start); took < deadline/2 || took > 2*deadline {
+			t.Errorf("a connection that goes on was cut after %v, want about %v", took, deadline)
+		}
+		longServer.Close()
+		sending.Wait()
+		<-z.done
+		z.out.await(t, `direction="inbound"`, z.done, `error="connection closed due to connection drain"`)
+		z.log.await(t, "\tdrain duration expired with pending connections, forcefully shutting down\t", z.done, "connections=1")
+	})
 	b.stop(1)
 }

@@ -166,7 +166,10 @@ func build(cfg *config.Config, o Options) (*Node, error) {
 	}
 	n.group, err = loop.New(loop.Config{Loops: n.workers, Sparse: sparse, Now: time.Now})
 	if err == nil {
-		n.conns, err = proxy.NewConnections(proxy.ConnectionsConfig{Store: &n.store, Group: n.group, Log: n.log.With(telemetry.TargetKey, "proxy"), Registerer: n.registry})
+		n.conns, err = proxy.NewConnections(proxy.ConnectionsConfig{
+			Store: &n.store, Group: n.group, Log: n.log.With(telemetry.TargetKey, "proxy"), Registerer: n.registry,
+			AllowMissingPolicy: n.cfg.UnknownPolicy == config.UnknownPolicyAllow,
+		})
 	}
 	if err != nil {
 		n.close()
@@ -370,7 +373,9 @@ func (n *Node) end(ctx context.Context, stopServing func(), pods *errgroup.Group
 	for _, p := range n.pods {
 		p.drain(ctx)
 	}
-	n.awaitIdle(n.cfg.TerminationDeadline)
+	if open := n.awaitIdle(n.cfg.TerminationDeadline); open > 0 {
+		n.log.Warn("drain duration expired with pending connections, forcefully shutting down", "connections", open)
+	}
 	n.conns.Close(proxy.DrainError())
 	n.awaitIdle(time.Second)
 	stopServing()
@@ -383,11 +388,15 @@ func (n *Node) end(ctx context.Context, stopServing func(), pods *errgroup.Group
 	return err
 }
 
-// awaitIdle waits until no connection is open, at most d.
-func (n *Node) awaitIdle(d time.Duration) {
+// awaitIdle waits until no connection is open, at most d, and returns how many are.
+func (n *Node) awaitIdle(d time.Duration) (open int) {
 	const step = 10 * time.Millisecond
-	for ; d > 0 && n.records.Stats().Open > 0; d -= step {
+	for {
+		if open = n.records.Stats().Open; open == 0 || d <= 0 {
+			return open
+		}
 		time.Sleep(step)
+		d -= step
 	}
 }
 

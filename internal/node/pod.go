@@ -199,6 +199,7 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, l
 		Client: c, Local: local, Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: l.pool, DNS: dns,
 		Questions: n.questions, Records: n.records, Connections: n.conns, Group: n.group, Rand: n.rand, Log: l.log, ConnectTimeout: n.cfg.ConnectTimeout,
 		Budget: n.budget, HalfClosedTimeout: unlessZero(n.cfg.HalfClosedTimeout), AppTunnelOnPodAddress: !n.cfg.LocalhostAppTunnel, NoBaggage: !n.cfg.EnableResponseBaggage,
+		LogPolicyAtInfo: n.cfg.AuthzPolicyInfoLogging,
 	})
 	if err != nil {
 		return nil, err
@@ -249,6 +250,7 @@ func (p *pod) drain(ctx context.Context) {
 	if err := l.listener.Close(ctx); err != nil {
 		p.log.Warn("listener not closed", "error", err.Error())
 	}
+	l.proxy.Drain()
 	l.server.Drain()
 	l.pool.Drain()
 }
