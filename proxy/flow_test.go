@@ -362,6 +362,18 @@ func TestInboundPlaintext(t *testing.T) {
 			m.more.Policies = []*workload.Policy{strict()}
 			m.client.AuthorizationPolicies = []string{"istio-system/istio_converted_static_strict"}
 		}, "8080", "RST", "connection closed due to policy rejection: explicitly denied by: istio-system/istio_converted_static_strict"},
+		{"DP-114 strict but for a port, that port", func(m *mesh) {
+			p := strict()
+			p.Groups[0] = append(p.Groups[0], workload.Rule{{NotDestinationPorts: []uint16{9090}}})
+			m.more.Policies = []*workload.Policy{p}
+			m.client.AuthorizationPolicies = []string{p.Key()}
+		}, "9090", "accepted", ""},
+		{"DP-114 strict but for a port, another", func(m *mesh) {
+			p := strict()
+			p.Groups[0] = append(p.Groups[0], workload.Rule{{NotDestinationPorts: []uint16{9090}}})
+			m.more.Policies = []*workload.Policy{p}
+			m.client.AuthorizationPolicies = []string{p.Key()}
+		}, "8080", "RST", "explicitly denied by: istio-system/istio_converted_static_strict"},
 		{"DP-115 a port of the proxy", func(*mesh) {}, "15006", "RST", "attempted recursive call to ourselves"},
 		{"policy that does not come", func(m *mesh) { m.client.AuthorizationPolicies = []string{"default/late"} }, "8080", "RST", "policy not yet received: default/late"},
 	}
@@ -378,7 +390,7 @@ func TestInboundPlaintext(t *testing.T) {
 				t.Errorf("answer %q, want %q", req.answer, tt.want)
 			}
 			if tt.want == "accepted" {
-				if diff := cmp.Diff([]string{"deliver from 10.244.9.9 to 10.244.0.5:8080"}, b.net.dials); diff != "" {
+				if diff := cmp.Diff([]string{"deliver from 10.244.9.9 to 10.244.0.5:" + tt.port}, b.net.dials); diff != "" {
 					t.Errorf("connections (-want +got):\n%s", diff)
 				}
 				req.app.Reset()

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"io"
 	"net/http"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -73,4 +74,58 @@ func TestNetnsWhatTheAdminPortsShow(t *testing.T) {
 	case <-time.After(10 * time.Second):
 		t.Error("/quitquitquit does not end the process")
 	}
+}
+
+// Both nodes count a connection, and both say what its own application sent.
+func TestNetnsAccounting(t *testing.T) { eachBackend(t, checkAccounting) }
+
+func checkAccounting(t *testing.T, b *bed) {
+	a, z := b.start(0), b.start(1)
+	count := func(p *process, metric string) float64 {
+		sum := 0.0
+		for line := range strings.Lines(p.get(t, http.MethodGet, "metrics", "/metrics")) {
+			if name, value, ok := strings.Cut(line, "} "); ok && strings.HasPrefix(name, metric+"{") {
+				n, err := strconv.ParseFloat(strings.TrimSpace(value), 64)
+				if err != nil {
+					t.Errorf("%s: %v", line, err)
+				}
+				sum += n
+			}
+		}
+		return sum
+	}
+	client, server := b.connect(t, b.ways(8080)[0])
+	t.Run("DP-130 while it is open", func(t *testing.T) {
+		for name, p := range map[string]*process{"source": a, "destination": z} {
+			if opened, closed := count(p, "istio_tcp_connections_opened_total"), count(p, "istio_tcp_connections_closed_total"); opened != 1 || closed != 0 {
+				t.Errorf("%s: opened %v, closed %v; want 1 and 0", name, opened, closed)
+			}
+		}
+	})
+	t.Run("DP-123 at its end", func(t *testing.T) {
+		io.WriteString(client, "hello world")
+		client.CloseWrite()
+		if got, err := io.ReadAll(server); string(got) != "hello world" || err != nil {
+			t.Errorf("the server got %q, %v", got, err)
+		}
+		io.WriteString(server, "hello worldhello world")
+		server.Close()
+		if got, err := io.ReadAll(client); len(got) != 22 || err != nil {
+			t.Errorf("the client got %q, %v", got, err)
+		}
+		client.Close()
+		awaitNoneOpen(t, a, z)
+		for name, p := range map[string]*process{"source": a, "destination": z} {
+			for metric, want := range map[string]float64{
+				"istio_tcp_connections_opened_total": 1, "istio_tcp_connections_closed_total": 1, "istio_tcp_connections_failed_total": 0,
+				"istio_tcp_received_bytes_total": 11, "istio_tcp_sent_bytes_total": 22,
+			} {
+				if got := count(p, metric); got != want {
+					t.Errorf("%s: %s is %v, want %v", name, metric, got, want)
+				}
+			}
+		}
+		a.out.await(t, "bytes_sent=11 bytes_recv=22", a.done, `direction="outbound"`)
+		z.out.await(t, "bytes_sent=22 bytes_recv=11", z.done, `direction="inbound"`)
+	})
 }
