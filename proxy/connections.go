@@ -32,8 +32,8 @@ type ConnectionsConfig struct {
 // Connections are the open connections of the process, by pod. While Run runs, a change of the state has those inbound connections
 // decided about again whose policies have changed, and the ones that are denied now are closed.
 //
-// That no change is missed rests on three things: a connection is here before policy decides about it; it notes which state it was
-// decided by, and is decided about again if that is not the one that Run has looked at; and policies are compared, not announced.
+// That no change is missed rests on three things: a connection is here before policy decides about it; it tells which state it was
+// decided by, and is decided about again if other policies applied then than Run has looked at; and policies are compared, not announced.
 type Connections struct {
 	cfg     ConnectionsConfig
 	metrics *policyMetrics
@@ -180,13 +180,13 @@ type podConnections struct {
 	lists    [2][]*connection
 	workload *workload.Workload // the last that was known
 	looked   uint64             // generation of the state that Run has looked at last
-	ahead    bool               // a connection was admitted by a newer state than that
+	policies []*workload.Policy // that applied then; nil: one that was missing
+	ahead    bool               // a connection was admitted by a newer state, with other policies
 
 	// Of Run.
-	policies []*workload.Policy // that applied then; nil: one that was missing
-	until    time.Time          // until when a missing one is waited for; zero: none is missing
-	timer    *loop.Timer        // rings then
-	overdue  bool               // that time is past
+	until   time.Time   // until when a missing one is waited for; zero: none is missing
+	timer   *loop.Timer // rings then
+	overdue bool        // that time is past
 }
 
 func (c *Connections) of(client *workload.Client) *podConnections {
@@ -348,7 +348,7 @@ func (p *podConnections) decided(s *workload.Snapshot, w *workload.Workload, adm
 		return false
 	}
 	p.workload = w
-	p.ahead = p.ahead || admitted && s.Generation() > p.looked
+	p.ahead = p.ahead || admitted && s.Generation() > p.looked && p.differ(s, w)
 	return true
 }
 
@@ -363,14 +363,16 @@ func (p *podConnections) look(s *workload.Snapshot, now time.Time) (told int) {
 	}
 	ahead := p.ahead
 	p.workload, p.ahead, p.looked = w, false, s.Generation()
-	p.mu.Unlock()
-	if w == nil { // it was never known: nothing was admitted
-		return 0
+	again := ahead || w != nil && p.differ(s, w)
+	if again {
+		p.policies = slices.AppendSeq(p.policies[:0], authz.Applying(s, w))
 	}
+	missing := slices.Contains(p.policies, nil)
+	p.mu.Unlock()
 	if ahead {
 		p.until = time.Time{} // nothing was missing when the newest connection was admitted
 	}
-	if changed := p.applyNow(s, w); !p.wait(now) && !changed && !ahead {
+	if over := p.wait(missing, now); !over && !again {
 		return 0
 	}
 	p.eachOf(telemetry.Inbound, func(c *connection) {
@@ -385,27 +387,24 @@ func (p *podConnections) look(s *workload.Snapshot, now time.Time) (told int) {
 	return told
 }
 
-// applyNow notes which policies apply and reports whether they are others than before. Policies are immutable.
-func (p *podConnections) applyNow(s *workload.Snapshot, w *workload.Workload) (changed bool) {
+// differ reports whether other policies apply than when Run looked last. Policies are immutable, so that it is enough to see whether
+// they are the same objects. mu is held.
+func (p *podConnections) differ(s *workload.Snapshot, w *workload.Workload) bool {
 	n := 0
 	for policy := range authz.Applying(s, w) {
 		if n == len(p.policies) || p.policies[n] != policy {
-			changed = true
-			break
+			return true
 		}
 		n++
 	}
-	if changed = changed || n < len(p.policies); changed {
-		p.policies = slices.AppendSeq(p.policies[:0], authz.Applying(s, w))
-	}
-	return changed
+	return n < len(p.policies)
 }
 
 // wait begins and ends the wait for policies that are missing. It reports whether it is over just now, without them.
-func (p *podConnections) wait(now time.Time) bool {
+func (p *podConnections) wait(missing bool, now time.Time) bool {
 	all := p.all
 	switch {
-	case all.cfg.AllowMissingPolicy || !slices.Contains(p.policies, nil):
+	case all.cfg.AllowMissingPolicy || !missing:
 		if p.timer != nil {
 			p.timer.Stop()
 		}

@@ -537,6 +537,36 @@ func TestNoChangeIsMissedThatIsTakenBackSoon(t *testing.T) {
 	}
 }
 
+// A change that does not concern the workload costs its open connections nothing, however many new ones there are.
+func TestUnrelatedChangeIsNoReasonToDecideAgain(t *testing.T) {
+	m := loop.NewManual(epoch)
+	defer m.Close()
+	b := newBare(t, m.Group())
+	deny := denies("d", "cluster.local/ns/default/sa/other", workload.ScopePolicyGlobal)
+	b.set(deny)
+	first := b.open()
+	first.decide()
+	b.all.look(m.Group().Now())
+	b.set(deny)
+	second := b.open()
+	second.decide()
+	if b.pod.ahead {
+		t.Error("a connection that was admitted by a newer state with the same policies has all decided about again")
+	}
+	b.set(nil)
+	b.open().decide()
+	if !b.pod.ahead {
+		t.Error("a connection that was admitted by other policies has nobody decided about again")
+	}
+	other := *b.mesh.client
+	b.mesh.client = &other // another object with the same policies
+	b.all.look(m.Group().Now())
+	b.set(nil)
+	if n := testing.AllocsPerRun(10, func() { b.pod.look(b.store.Snapshot(), m.Group().Now()) }); n > 0 {
+		t.Errorf("a look that finds nothing allocates %v times", n)
+	}
+}
+
 func TestConnectionIsDecidedByWhatRunHasSeen(t *testing.T) {
 	m := loop.NewManual(epoch)
 	defer m.Close()
