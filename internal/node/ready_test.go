@@ -2,7 +2,6 @@ package node
 
 import (
 	"errors"
-	"io"
 	"log/slog"
 	"testing"
 	"time"
@@ -19,7 +18,7 @@ func TestReadinessWhilePodsArePending(t *testing.T) {
 		}
 	}()
 	now := m.Group().Now
-	r := admin.NewReadiness(now, slog.New(slog.NewTextHandler(io.Discard, nil)))
+	r := admin.NewReadiness(now, slog.New(slog.DiscardHandler))
 	one, two := &pod{}, &pod{}
 	g := gate{task: r.Add("workload proxy manager", nil), group: m.Group(), pods: func() []*pod { return []*pod{one, two} }, limit: 30 * time.Second, now: now}
 	expect := func(what string, want bool) {
