@@ -102,6 +102,32 @@ func checkAccounting(t *testing.T, b *bed) {
 			}
 		}
 	})
+	t.Run("the dump has it on both sides", func(t *testing.T) {
+		type conn struct{ Src, OriginalDst, ActualDst, Protocol string }
+		connections := func(p *process, pod string) (in, out []conn) {
+			var dump struct {
+				WorkloadState map[string]struct {
+					Connections struct{ Inbound, Outbound []conn }
+				}
+			}
+			if err := json.Unmarshal([]byte(p.get(t, http.MethodGet, "admin", "/config_dump")), &dump); err != nil {
+				t.Fatal(err)
+			}
+			c := dump.WorkloadState["shop."+pod].Connections
+			return c.Inbound, c.Outbound
+		}
+		local, to := client.LocalAddr().String(), b.ways(8080)[0].addr
+		web := b.pods[webB].Addr4
+		in, out := connections(a, "client")
+		if want := (conn{local, to, addrPort(web, 15008), "HBONE"}); len(in) != 0 || len(out) != 1 || out[0] != want {
+			t.Errorf("source: inbound %v, outbound %v; want %v", in, out, want)
+		}
+		in, out = connections(z, "web")
+		if len(in) != 1 || len(out) != 0 || in[0].ActualDst != addrPort(web, 8080) || in[0].Protocol != "HBONE" || in[0].OriginalDst != "" ||
+			!strings.HasPrefix(in[0].Src, b.pods[clientA].Addr4.String()+":") {
+			t.Errorf("destination: inbound %v, outbound %v", in, out)
+		}
+	})
 	t.Run("DP-123 at its end", func(t *testing.T) {
 		io.WriteString(client, "hello world")
 		client.CloseWrite()
