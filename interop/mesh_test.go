@@ -45,6 +45,7 @@ type mesh struct {
 	ids    *identity.Manager
 	server *hbone.Server
 	pool   *hbone.Pool
+	budget *loop.Budget
 
 	requests chan *hbone.Request // that were accepted, in the order of streams
 	streams  chan hbone.Stream
@@ -63,7 +64,7 @@ func (d dialer) Dial(ctx context.Context, dst netip.AddrPort) (loop.Conn, error)
 func newMesh(t *testing.T, age time.Duration) *mesh {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
-	m := &mesh{requests: make(chan *hbone.Request, 1000), streams: make(chan hbone.Stream, 1000)}
+	m := &mesh{budget: loop.NewBudget(256 << 20), requests: make(chan *hbone.Request, 1000), streams: make(chan hbone.Stream, 1000)}
 	var err error
 	check := func() {
 		t.Helper()
@@ -90,6 +91,11 @@ func newMesh(t *testing.T, age time.Duration) *mesh {
 	m.ids, err = identity.New(identity.Config{CA: authority, Now: time.Now, Log: log})
 	check()
 	t.Cleanup(m.ids.Close)
+	t.Cleanup(func() {
+		if n := m.budget.Held(); n != 0 {
+			t.Errorf("%d bytes are held after the end", n)
+		}
+	})
 	ns, err := tun.CurrentNetns()
 	check()
 	t.Cleanup(func() { ns.Close() })
@@ -105,7 +111,7 @@ func newMesh(t *testing.T, age time.Duration) *mesh {
 // newPool gives the mesh a pool without tunnels.
 func (m *mesh) newPool(t *testing.T, cfg hbone.PoolConfig) {
 	t.Helper()
-	cfg.Group, cfg.Dialer, cfg.TLS = m.group, dialer{m.under}, m.ids.Client(ztunID)
+	cfg.Group, cfg.Dialer, cfg.TLS, cfg.Budget = m.group, dialer{m.under}, m.ids.Client(ztunID), m.budget
 	pool, err := hbone.NewPool(cfg)
 	if err != nil {
 		t.Fatal(err)
@@ -121,7 +127,9 @@ func (m *mesh) serve(t *testing.T, age time.Duration) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.server, err = hbone.NewServer(hbone.ServerConfig{Group: m.group, TLS: m.ids.Server(ztunID), Handler: m, Resume: l.Resume, MaxAge: age})
+	m.server, err = hbone.NewServer(hbone.ServerConfig{
+		Group: m.group, TLS: m.ids.Server(ztunID), Handler: m, Resume: l.Resume, MaxAge: age, Budget: m.budget,
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
