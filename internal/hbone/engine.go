@@ -138,22 +138,25 @@ type Engine struct {
 	floodAt     time.Time
 
 	// Sending.
-	out         []byte
-	side        []byte // control frames while a part of out is reserved
-	reserved    *engineStream
-	reservedLen int
-	acks        int
-	batch       uint32 // counts Sent
-	henc        *hpack.Encoder
-	hbuf        bytes.Buffer
-	send        int64 // connection window left to us
-	sendMost    int64 // the most that it was: what it is when all is credited
-	sendInit    int64
-	frameSize   int
-	maxStreams  uint32 // that the peer lets us open
-	nextID      uint32
-	waiting     []*engineStream // in the order in which they found no room
-	spare       []*engineStream
+	out          []byte
+	side         []byte // control frames while a part of out is reserved
+	reserved     *engineStream
+	reservedLen  int
+	reservedLess bool // than was asked for
+	acks         int
+	batch        uint32 // counts Sent
+	henc         *hpack.Encoder
+	hbuf         bytes.Buffer
+	send         int64 // connection window left to us
+	sendMost     int64 // the most that it was: what it is when all is credited
+	sendInit     int64
+	creditStep   int64 // the largest connection credit, up to all that there is; 0: none yet
+	holders      int   // streams that wait for credit
+	frameSize    int
+	maxStreams   uint32 // that the peer lets us open
+	nextID       uint32
+	waiting      []*engineStream // in the order in which they found no room
+	spare        []*engineStream
 
 	streams map[uint32]*engineStream
 	orphans int // streams that ended before their set-up did
@@ -178,6 +181,8 @@ type engineStream struct {
 	sentEnd  bool
 	gotEnd   bool
 	waiting  bool
+	holds    bool // has so many bytes that were not credited
+	greedy   bool // had more to send than it could
 	gone     bool
 }
 
@@ -443,6 +448,7 @@ func (e *Engine) closeIfDone(s *engineStream) {
 
 func (e *Engine) remove(s *engineStream) {
 	s.gone = true
+	e.countHolder(s)
 	delete(e.streams, s.id)
 	if s.setup {
 		e.orphans++

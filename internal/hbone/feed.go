@@ -420,6 +420,9 @@ func (e *Engine) windowUpdate(f *http2.WindowUpdateFrame) error {
 		if e.send += int64(f.Increment); e.send > maxWindow {
 			return &ConnError{http2.ErrCodeFlowControl, "connection window overflows"}
 		}
+		if e.send <= e.sendMost {
+			e.creditStep = max(e.creditStep, int64(f.Increment))
+		}
 		e.sendMost = max(e.sendMost, e.send)
 		e.wakeWaiting()
 		return nil
@@ -435,7 +438,9 @@ func (e *Engine) windowUpdate(f *http2.WindowUpdateFrame) error {
 		e.resetStream(s, http2.ErrCodeFlowControl)
 		return nil
 	}
-	if s.waiting {
+	held := s.holds
+	e.countHolder(s)
+	if s.waiting || held != s.holds { // there may be more for others
 		e.wakeWaiting()
 	}
 	return nil
@@ -453,6 +458,7 @@ func (e *Engine) rstStream(f *http2.RSTStreamFrame) error {
 	refused := !e.cfg.Server && !s.answered && f.ErrCode == http2.ErrCodeRefusedStream
 	early := e.cfg.Server && !s.answered
 	e.ev.StreamReset(s.id, f.ErrCode, refused)
+	e.wakeWaiting()
 	if early {
 		return e.suffer() // rapid reset: a stream that was never used
 	}

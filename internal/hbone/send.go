@@ -36,19 +36,6 @@ func (e *Engine) room(s *engineStream) int {
 	return int(max(0, min(int64(out), s.send, e.send, e.share(s), int64(e.frameSize))))
 }
 
-// exhausted reports that little of the connection window is left: less than an eighth.
-func (e *Engine) exhausted() bool { return e.send < e.sendMost/8 }
-
-// share is how much of the connection window is left for the stream. Peers that credit the connection only as applications take
-// the bytes would have one slow reader stop all streams: a stream sends only while its bytes that were not credited are fewer
-// than what is left to the others. Peers credit in steps of up to half a window, be it the stream's or the connection's:
-// below that, and a margin, a stream is never held back, for the credit would not come.
-func (e *Engine) share(s *engineStream) int64 {
-	under := min(e.sendInit-s.send, e.sendMost-e.send)
-	floor := min(e.sendInit, e.sendMost)*5/8 + 1
-	return max(e.send, floor) - under
-}
-
 // Reserve returns a place for up to limit bytes of a DATA frame in the output buffer itself, so that a source can be read
 // into it. Commit has to follow before anything else is written. Its errors are those of Write.
 func (e *Engine) Reserve(id uint32, limit int) ([]byte, error) {
@@ -74,6 +61,7 @@ func (e *Engine) Reserve(id uint32, limit int) ([]byte, error) {
 	e.out = slices.Grow(e.out, headerLen+n)
 	e.reserved = s
 	e.reservedLen = n
+	e.reservedLess = n < limit
 	return e.out[at : at+n : at+n], nil
 }
 
@@ -81,6 +69,12 @@ func (e *Engine) Reserve(id uint32, limit int) ([]byte, error) {
 func (e *Engine) Commit(n int) {
 	s := e.reserved
 	e.reserved = nil
+	switch {
+	case n < e.reservedLen || !e.reservedLess && n < sparseSend:
+		s.greedy = false // all that there was
+	case e.reservedLess && n >= sparseSend:
+		s.greedy = true
+	}
 	if n > e.reservedLen {
 		panic("hbone: more bytes committed than reserved")
 	}
@@ -90,6 +84,7 @@ func (e *Engine) Commit(n int) {
 		e.out = e.out[:at+headerLen+n]
 		s.send -= int64(n)
 		e.send -= int64(n)
+		e.countHolder(s)
 		s.batch = e.batch
 	}
 	if len(e.side) > 0 {
