@@ -45,11 +45,13 @@ const (
 	ended              // takes nothing more
 )
 
-// A message is a wake of ref, or, with f, a function posted to ref; a nil ref is the loop itself.
+// A message is a wake of ref, or, with f, a function posted to ref; a nil ref is the loop itself. Or it is a task that comes from
+// another loop.
 type message struct {
 	ref   *Ref
 	f     func()
 	later bool
+	move  *migration
 }
 
 // A postQueue is functions that wait to be run.
@@ -135,21 +137,28 @@ func (l *eventLoop) run() {
 	}
 }
 
-// takeInbox sorts what others sent into the queues of the thread.
+// sort puts a message into the queue of the thread where it belongs.
+func (l *eventLoop) sort(m message) {
+	switch {
+	case m.move != nil:
+		l.adopt(m.move)
+	case m.f == nil:
+		m.ref.enqueue()
+	case m.later:
+		l.later.list = append(l.later.list, m)
+	default:
+		l.posts.list = append(l.posts.list, m)
+	}
+}
+
+// takeInbox sorts what others sent.
 func (l *eventLoop) takeInbox() {
 	l.mu.Lock()
 	in := l.inbox
 	l.inbox = l.spare[:0]
 	l.mu.Unlock()
 	for i, m := range in {
-		switch {
-		case m.f == nil:
-			m.ref.enqueue()
-		case m.later:
-			l.later.list = append(l.later.list, m)
-		default:
-			l.posts.list = append(l.posts.list, m)
-		}
+		l.sort(m)
 		in[i] = message{}
 	}
 	l.spare = in[:0]

@@ -103,6 +103,40 @@ func TestChildrenTakeTurnsInTheirParents(t *testing.T) {
 	}
 }
 
+// A download, whose bytes wake its relay in each turn and use the budget up, does not stop an upload through the same tunnel.
+func TestBusyChildrenGetOnBesideWokenOnes(t *testing.T) {
+	m := newManual(t)
+	turns, download, upload := 0, 0, 0
+	root := m.Group().Add(func(r *Ref) Task {
+		woken := r.Child(func(c *Ref) Task {
+			return turnFunc(func(budget int) bool {
+				download++
+				c.Moved(budget)
+				return false
+			})
+		})
+		r.Child(func(*Ref) Task {
+			return turnFunc(func(int) bool {
+				upload++
+				return upload < 50
+			})
+		})
+		return turnFunc(func(budget int) bool {
+			turns++
+			if turns < 100 {
+				woken.WakeLocal() // bytes have arrived for it
+			}
+			r.RunChildren(budget)
+			return turns < 100
+		})
+	})
+	m.Settle()
+	if upload != 50 || download < 99 {
+		t.Errorf("in %d turns of the tunnel the download had %d turns and the upload %d, want 50", turns, download, upload)
+	}
+	root.Post(root.Remove)
+}
+
 type turnFunc func(int) bool
 
 func (f turnFunc) Turn(budget int) bool { return f(budget) }

@@ -154,7 +154,7 @@ func (l *eventLoop) move(r *Ref, to *eventLoop) {
 	m.take(l, r)
 	m.posts = l.takePosts(r)
 	r.place.at.Store(to)
-	to.inbox = append(to.inbox, message{f: func() { to.adopt(&m) }})
+	to.inbox = append(to.inbox, message{move: &m})
 	interrupt := to.asleep
 	to.asleep = false
 	second.mu.Unlock()
@@ -169,7 +169,7 @@ type migration struct {
 	r       *Ref
 	watches []watched
 	timers  []*Timer
-	posts   []func()
+	posts   []message
 }
 
 type watched struct {
@@ -203,7 +203,7 @@ func (m *migration) take(l *eventLoop, r *Ref) {
 
 // takePosts takes the functions that were posted to r and its children, in their order; their wakes are dropped, because
 // everybody is woken in the end. mu is held.
-func (l *eventLoop) takePosts(r *Ref) (posts []func()) {
+func (l *eventLoop) takePosts(r *Ref) (posts []message) {
 	filter := func(list []message) []message {
 		kept := list[:0]
 		for _, m := range list {
@@ -211,7 +211,7 @@ func (l *eventLoop) takePosts(r *Ref) (posts []func()) {
 			case m.ref == nil || m.ref.place != r.place:
 				kept = append(kept, m)
 			case m.f != nil:
-				posts = append(posts, m.f)
+				posts = append(posts, m)
 			}
 		}
 		clear(list[len(kept):])
@@ -225,7 +225,7 @@ func (l *eventLoop) takePosts(r *Ref) (posts []func()) {
 	return posts
 }
 
-// adopt takes a task over. It is the first message of the task that the loop gets.
+// adopt takes a task over, before the loop looks at any later message of the task.
 func (l *eventLoop) adopt(m *migration) {
 	r := m.r
 	l.roots[r] = struct{}{}
@@ -244,8 +244,8 @@ func (l *eventLoop) adopt(m *migration) {
 	l.mu.Unlock()
 	r.place.moving = false
 	r.wakeAll()
-	for _, f := range m.posts {
-		f()
+	for _, p := range m.posts {
+		l.sort(p)
 	}
 }
 

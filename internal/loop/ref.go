@@ -64,7 +64,7 @@ func (r *Ref) send(f func(), later bool) bool {
 			l.mu.Unlock()
 			return false
 		}
-		l.put(message{r, f, later})
+		l.put(message{ref: r, f: f, later: later})
 		return true
 	}
 }
@@ -179,12 +179,13 @@ const childTurn = 4 << 10
 // RunChildren gives children that wait for a turn one each, those that were woken first, then those that have more to
 // move, round robin, until about budget bytes were moved (by what they tell Moved). Each may use all of the budget: shares of 16 KiB
 // made small frames and small writes of everything and cost a third of the throughput of eight streams (measured), and an idle
-// child costs the others next to nothing. It reports whether any child waits for another turn.
+// child costs the others next to nothing. One of those that have more to move gets a turn even if the others have used the budget
+// up: those for which bytes come all the time are woken all the time. It reports whether any child waits for another turn.
 func (r *Ref) RunChildren(budget int) (more bool) {
 	slice := budget
 	turns := [...]int{r.woken.n, r.busy.n} // who waits now: those that have more to move wait again
 	for i, q := range [...]*queue{&r.woken, &r.busy} {
-		for n := turns[i]; n > 0 && q.n > 0 && budget > 0; n-- {
+		for n := turns[i]; n > 0 && q.n > 0 && (budget > 0 || q == &r.busy && n == turns[i]); n-- {
 			before := r.place.moved
 			r.turnChild(q.pop(), slice)
 			budget -= max(childTurn, r.place.moved-before)
