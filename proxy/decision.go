@@ -71,6 +71,7 @@ type Query struct {
 	Network string             // of this node
 	Exclude []*workload.Workload
 	Rand    uint64 // chooses among endpoints
+	Trace   *Trace // is told of each step; nil on the data path
 }
 
 // Classify decides about an outbound flow. It is a pure function of its arguments.
@@ -83,16 +84,22 @@ func Classify(s *workload.Snapshot, q *Query) Decision {
 		return refuse(errSelfCall)
 	}
 	if v := s.ServiceAt(q.Network, q.Target.Addr(), q.Source.Namespace); v != nil {
+		if q.Trace != nil {
+			q.Trace.Service = v
+		}
 		return classifyService(s, q, v)
 	}
 	if w := s.WorkloadAt(q.Network, q.Target.Addr()); w != nil {
+		if q.Trace != nil {
+			q.Trace.Workload = w
+		}
 		return classifyWorkload(s, q, w)
 	}
 	return Decision{Route: Passthrough, NextHop: q.Target}
 }
 
 func classifyService(s *workload.Snapshot, q *Query, v *workload.Service) Decision {
-	if wp := serviceWaypoint(v, q.Rand); wp != nil && !isWaypoint(s, q, wp) {
+	if wp := serviceWaypoint(v, q.Rand); wp != nil && !skipsWaypoint(s, q, wp) {
 		return throughWaypoint(s, q, wp, v)
 	}
 	if v.LoadBalancer.Mode == workload.LBPassthrough {
@@ -111,7 +118,7 @@ func classifyWorkload(s *workload.Snapshot, q *Query, w *workload.Workload) Deci
 	if w.Network != q.Source.Network {
 		return refuse(fmt.Errorf("no service for target address: %s", q.Target))
 	}
-	if wp := w.Waypoint; wp != nil && !isWaypoint(s, q, wp) {
+	if wp := w.Waypoint; wp != nil && !skipsWaypoint(s, q, wp) {
 		return throughWaypoint(s, q, wp, nil)
 	}
 	return direct(q, endpoint{w, q.Target.Port()}, nil)
@@ -213,6 +220,15 @@ func resolveGateway(s *workload.Snapshot, q *Query, g *workload.GatewayAddress) 
 		e, ok = endpoint{w, g.Port}, true
 	}
 	return e, via, target, ok
+}
+
+// skipsWaypoint reports whether a flow goes past the waypoint because it comes from it.
+func skipsWaypoint(s *workload.Snapshot, q *Query, g *workload.GatewayAddress) bool {
+	is := isWaypoint(s, q, g)
+	if q.Trace != nil {
+		q.Trace.Waypoint, q.Trace.FromWaypoint = g, is
+	}
+	return is
 }
 
 // isWaypoint reports whether the source is the waypoint itself: it has the identity and address of one of its workloads.

@@ -25,12 +25,17 @@ func pick(s *workload.Snapshot, q *Query, v *workload.Service, port uint16, wayp
 	random := q.Rand
 	for _, ep := range s.Endpoints(v.Key()) {
 		w := ep.Workload
-		e, ok := usable(q, w, ep.Ports[port], target, port, has, waypoint)
-		if !ok || w.Capacity == 0 {
-			continue
+		e, why := usable(q, w, ep.Ports[port], target, port, has, waypoint)
+		r, fits := 0, false
+		if why == candidate {
+			if r, fits = rank(&v.LoadBalancer, q.Source, w); !fits {
+				why = wrongPlace
+			}
 		}
-		r, ok := rank(&v.LoadBalancer, q.Source, w)
-		if !ok || sum > 0 && r < best {
+		if q.Trace != nil {
+			q.Trace.Endpoints = append(q.Trace.Endpoints, EndpointTrace{Service: v, Workload: w, Port: e.port, Rank: r, Why: why})
+		}
+		if why != candidate || sum > 0 && r < best {
 			continue
 		}
 		if r > best || sum == 0 {
@@ -46,23 +51,29 @@ func pick(s *workload.Snapshot, q *Query, v *workload.Service, port uint16, wayp
 	return chosen, sum > 0
 }
 
-// usable reports whether an endpoint can be reached, and at which port.
-func usable(q *Query, w *workload.Workload, own, target, port uint16, has, waypoint bool) (endpoint, bool) {
+// usable says whether an endpoint can be reached, and at which port.
+func usable(q *Query, w *workload.Workload, own, target, port uint16, has, waypoint bool) (endpoint, Fit) {
 	if slices.Contains(q.Exclude, w) {
-		return endpoint{}, false
+		return endpoint{}, excluded
 	}
 	if len(w.Addresses) == 0 && w.Hostname == "" && (w.Network == q.Source.Network || w.NetworkGateway == nil) {
-		return endpoint{}, false
+		return endpoint{}, noAddress
 	}
+	e := endpoint{workload: w}
 	switch {
 	case own != 0:
-		return endpoint{w, own}, true
+		e.port = own
 	case target != 0:
-		return endpoint{w, target}, true
+		e.port = target
 	case waypoint && (has || w.AppTunnel != nil):
-		return endpoint{w, port}, true
+		e.port = port
+	default:
+		return endpoint{}, noPort
 	}
-	return endpoint{}, false
+	if w.Capacity == 0 {
+		return e, noCapacity
+	}
+	return e, candidate
 }
 
 // rank counts the preferences that an endpoint fulfils, in order, up to the first that it does not. A network preference in

@@ -634,26 +634,6 @@ func TestConfigDump(t *testing.T) {
 	}
 }
 
-// What ParseStatic reads and the dump writes is the same state.
-func TestDumpReadsBack(t *testing.T) {
-	st, err := workload.ParseStatic("mesh", []byte(mesh))
-	if err != nil {
-		t.Fatal(err)
-	}
-	s := workload.NewSnapshot(st)
-	data, err := json.Marshal(map[string]any{"policies": policies(s)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	again, err := workload.ParseStatic("dump", data)
-	if err != nil {
-		t.Fatalf("%v\n%s", err, data)
-	}
-	if diff := cmp.Diff(fmt.Sprintf("%+v", *st.Policies[0]), fmt.Sprintf("%+v", *again.Policies[0])); diff != "" {
-		t.Errorf("policies (-state +dump):\n%s", diff)
-	}
-}
-
 func newCertificate(t *testing.T) *x509.Certificate {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

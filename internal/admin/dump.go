@@ -50,21 +50,13 @@ type Setting struct {
 
 // A dump is the whole of /config_dump.
 type dump struct {
-	Workloads      []workloadJSON      `json:"workloads"`
-	Services       []serviceJSON       `json:"services"`
-	Policies       []policyJSON        `json:"policies"`
+	workload.Dump
 	StagedServices struct{}            `json:"stagedServices"`
-	StaticConfig   staticJSON          `json:"staticConfig"`
+	StaticConfig   workload.Dump       `json:"staticConfig"`
 	Version        versionJSON         `json:"version"`
 	Config         configJSON          `json:"config"`
 	Certificates   []certificateJSON   `json:"certificates"`
 	WorkloadState  map[string]*podJSON `json:"workloadState,omitzero"`
-}
-
-type staticJSON struct {
-	Workloads []workloadJSON `json:"workloads"`
-	Policies  []policyJSON   `json:"policies"`
-	Services  []serviceJSON  `json:"services"`
 }
 
 type versionJSON struct {
@@ -81,10 +73,8 @@ type versionJSON struct {
 func (s *Server) configDump(w http.ResponseWriter, _ *http.Request) {
 	state, static := s.cfg.Dumper.State(), s.cfg.Dumper.Static()
 	writeJSON(w, &dump{
-		Workloads:     workloads(state),
-		Services:      services(state),
-		Policies:      policies(state),
-		StaticConfig:  staticJSON{workloads(static), policies(static), services(static)},
+		Dump:          workload.NewDump(state),
+		StaticConfig:  workload.NewDump(static),
 		Version:       s.cfg.Build.dump(),
 		Config:        s.config(),
 		Certificates:  s.certificates(),

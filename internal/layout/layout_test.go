@@ -51,10 +51,11 @@ var table = []row{
 		"tun", "stack", "proxy", "dnsproxy", "loop", "config", "workload", "ca", "underlay", "identity", "authz", "telemetry", "hbone",
 		"admin",
 	}},
+	{"internal/explain", "why a flow goes where it goes", []string{"proxy", "authz", "workload"}},
 	{"internal/demo", "the demonstration of the README", []string{"lab", "node", "ca", "config"}},
 	{"internal/benchnet", "what ztun costs, beside direct traffic and yardsticks", []string{"lab", "ca", "config", "node"}},
 	{"internal/scenarios", "which of the numbered scenarios the tests have shown", nil},
-	{"cmd/ztun", "the command line", []string{"config", "node", "admin", "workload", "demo", "ca"}},
+	{"cmd/ztun", "the command line", []string{"config", "node", "admin", "workload", "demo", "ca", "explain"}},
 }
 
 // outside lists packages that may use any module: they are for trials and tests.

@@ -1,0 +1,222 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/netip"
+	"os"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"ztun.dev/ztun/internal/explain"
+	"ztun.dev/ztun/internal/workload"
+)
+
+// explainFlags are the flags of ztun explain.
+type explainFlags struct {
+	from, to, state, admin, network    string
+	inbound, matrix, plaintext, netSet bool
+}
+
+func newExplain() *cobra.Command {
+	var f explainFlags
+	cmd := &cobra.Command{
+		Use:   "explain",
+		Short: "Tell for one flow which way it takes, and why",
+		Long: `Tell for one flow which way it takes, and why: what its address is, which endpoints can be picked, which identities the peer has to
+have, and what each policy says. The same code decides about real flows.
+
+The state is that of a running ztun (--admin), or of a file (--state): a mesh state file, or what /config_dump has answered.`,
+		Example: `  ztun explain --from shop/cart-0 --to 10.96.3.17:80
+  ztun explain --state mesh.yaml --from shop/cart-0 --to orders.shop.svc.cluster.local:80
+  ztun explain --state mesh.yaml --inbound --from 10.1.2.3 --to shop/orders-0:8080
+  ztun explain --state mesh.yaml --matrix`,
+		Args: noArgs,
+	}
+	o := addOutput(cmd)
+	fs := cmd.Flags()
+	fs.StringVar(&f.from, "from", "", "source: NAMESPACE/NAME, address or uid of a workload; with --inbound also any other address")
+	fs.StringVar(&f.to, "to", "", "destination: ADDRESS:PORT, HOSTNAME:PORT of a service, or NAMESPACE/NAME:PORT of a workload")
+	fs.BoolVar(&f.inbound, "inbound", false, "what the destination's policies say, each of them")
+	fs.BoolVar(&f.plaintext, "plaintext", false, "with --inbound: the source has no identity")
+	fs.BoolVar(&f.matrix, "matrix", false, "a line for each flow from each workload, or from --from, to each port of each service")
+	fs.StringVar(&f.state, "state", "", "`FILE` with the state, in place of a running ztun")
+	fs.StringVar(&f.admin, "admin", "127.0.0.1:15000", "`ADDRESS` of the admin port of a running ztun")
+	fs.StringVar(&f.network, "network", "", "network of the source's node; the default is that of the running ztun or dump, else \"\"")
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		f.netSet = fs.Changed("network")
+		return f.run(cmd.Context(), *o, cmd.OutOrStdout())
+	}
+	return cmd
+}
+
+func (f *explainFlags) run(ctx context.Context, o output, w io.Writer) error {
+	switch {
+	case f.matrix && (f.to != "" || f.inbound):
+		return usagef("ztun explain: --matrix goes with --from only")
+	case !f.matrix && (f.from == "" || f.to == ""):
+		return usagef("ztun explain: want --from and --to, or --matrix")
+	case f.plaintext && !f.inbound:
+		return usagef("ztun explain: --plaintext goes with --inbound only")
+	}
+	m, err := f.mesh(ctx)
+	if err != nil {
+		return err
+	}
+	if f.matrix {
+		return f.printMatrix(m, o, w)
+	}
+	r, err := f.ask(m)
+	if err != nil {
+		return usageError{fmt.Errorf("ztun explain: %w", err)}
+	}
+	if o == outputJSON {
+		return printJSON(w, r)
+	}
+	_, err = io.WriteString(w, r.Text())
+	return err
+}
+
+func (f *explainFlags) ask(m explain.Mesh) (r explain.Report, err error) {
+	from, err := m.Find(f.from)
+	source := netip.Addr{}
+	switch a, perr := netip.ParseAddr(f.from); {
+	case f.inbound && perr == nil:
+		source = a.Unmap()
+	case err != nil:
+		return r, fmt.Errorf("--from: %w", err)
+	default:
+		source = explain.AddressOf(from)
+	}
+	namespace := ""
+	if from != nil {
+		namespace = from.Namespace
+	}
+	to, err := m.Target(f.to, namespace, source)
+	if err != nil {
+		return r, fmt.Errorf("--to: %w", err)
+	}
+	if !f.inbound {
+		return m.Outbound(from, to), nil
+	}
+	at := m.State.WorkloadAt(m.Network, to.Addr())
+	if at == nil {
+		return r, fmt.Errorf("--to: no workload has the address %s in network %q: policy is asked by the workload, not by the service", to.Addr(), m.Network)
+	}
+	if f.plaintext {
+		from = nil
+	}
+	return m.Inbound(from, source, at, to.Port()), nil
+}
+
+func (f *explainFlags) printMatrix(m explain.Mesh, o output, w io.Writer) error {
+	var sources []*workload.Workload
+	for _, w := range m.State.State().Workloads {
+		if w.Protocol == workload.ProtocolHBONE { // nobody captures the others
+			sources = append(sources, w)
+		}
+	}
+	if f.from != "" {
+		from, err := m.Find(f.from)
+		if err != nil {
+			return usageError{fmt.Errorf("ztun explain: --from: %w", err)}
+		}
+		sources = []*workload.Workload{from}
+	}
+	cells := m.Matrix(sources)
+	if o == outputJSON {
+		if cells == nil {
+			cells = []explain.Cell{}
+		}
+		return printJSON(w, cells)
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	_, _ = fmt.Fprintln(t, "FROM\tTO\tSERVICE\tOUTCOME") // as in printConfig
+	for _, c := range cells {
+		_, _ = fmt.Fprintf(t, "%s\t%s\t%s\t%s\n", c.From, c.To, c.Service, c.Outcome)
+	}
+	return t.Flush()
+}
+
+func printJSON(w io.Writer, v any) error {
+	enc := json.NewEncoder(w)
+	enc.SetIndent("", "  ")
+	return enc.Encode(v)
+}
+
+// mesh reads the state that is asked.
+func (f *explainFlags) mesh(ctx context.Context) (m explain.Mesh, err error) {
+	name, data := f.state, []byte(nil)
+	if f.state == "" {
+		name = "http://" + f.admin + "/config_dump"
+		if data, err = fetch(ctx, name); err != nil {
+			return m, fmt.Errorf("ztun explain: %w; is a ztun running here? --admin says where, --state takes a file instead", err)
+		}
+	} else if data, err = os.ReadFile(f.state); err != nil {
+		return m, usageError{fmt.Errorf("ztun explain: --state: %w", err)}
+	}
+	st, network, err := parseState(name, data)
+	if err != nil {
+		return m, usageError{fmt.Errorf("ztun explain: %w", err)}
+	}
+	if f.netSet {
+		network = f.network
+	}
+	return explain.Mesh{State: workload.NewSnapshot(st), Network: network}, nil
+}
+
+// parseState reads a dump or a static state, and what the dump says of the node's network.
+func parseState(name string, data []byte) (st workload.State, network string, err error) {
+	var probe struct {
+		StaticConfig json.RawMessage `json:"staticConfig"`
+		Config       struct {
+			Settings []struct{ Key, Value string } `json:"settings"`
+			Network  string                        `json:"network"` // ztunnel's
+		} `json:"config"`
+	}
+	if !bytes.HasPrefix(bytes.TrimSpace(data), []byte("{")) || json.Unmarshal(data, &probe) != nil || probe.StaticConfig == nil {
+		st, err = workload.ParseStatic(name, data)
+		return st, "", err
+	}
+	network = probe.Config.Network
+	for _, s := range probe.Config.Settings {
+		if s.Key == "network" {
+			network = s.Value
+		}
+	}
+	st, err = workload.ParseDump(name, data)
+	return st, network, err
+}
+
+// maxDump is the largest dump that is read, in bytes: a million workloads are about a gigabyte.
+const maxDump = 2 << 30
+
+func fetch(ctx context.Context, url string) ([]byte, error) {
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return nil, err
+	}
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}} // past proxies of the environment
+	resp, err := client.Do(req)
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return nil, fmt.Errorf("%s: %s", url, resp.Status)
+	}
+	data, err := io.ReadAll(io.LimitReader(resp.Body, maxDump+1))
+	if len(data) > maxDump {
+		return nil, errors.New(url + ": the dump is too large")
+	}
+	return data, err
+}

@@ -1,0 +1,43 @@
+package proxy
+
+import "ztun.dev/ztun/internal/workload"
+
+// A Trace is what Classify looked at on the way to its decision: the same steps, told.
+type Trace struct {
+	Service      *workload.Service        // that the target is a virtual address of; nil if none
+	Workload     *workload.Workload       // that the target is an address of; nil if none
+	Waypoint     *workload.GatewayAddress // of that service or workload; nil if none
+	FromWaypoint bool                     // the source is the waypoint, which is skipped then
+	Endpoints    []EndpointTrace          // of the services that were picked from, in the order of their uids
+}
+
+// An EndpointTrace is what became of one endpoint.
+type EndpointTrace struct {
+	Service  *workload.Service
+	Workload *workload.Workload
+	Port     uint16
+	Rank     int // among the candidates: the highest are picked from
+	Why      Fit
+}
+
+// A Fit says whether an endpoint could be picked, or why not.
+type Fit uint8
+
+const (
+	candidate Fit = iota
+	excluded
+	noAddress
+	noPort
+	noCapacity
+	wrongPlace
+)
+
+var fitNames = []string{
+	"candidate", "failed before", "has no address and no gateway to its network", "has no port for the service port", "has capacity 0",
+	"is not where the service wants its endpoints (strict preferences)",
+}
+
+// Candidate reports whether the endpoint could be picked.
+func (f Fit) Candidate() bool { return f == candidate }
+
+func (f Fit) String() string { return fitNames[f] }
