@@ -65,7 +65,7 @@ func classifyOpen(e *hbone.OpenError) (telemetry.Flag, telemetry.Reason) {
 	}
 	timeout := errors.Is(e, context.DeadlineExceeded)
 	switch {
-	case e.Phase == hbone.PhaseConnect && timeout:
+	case e.Unanswered():
 		return telemetry.FlagNetworkPolicy, telemetry.ReasonTimeout
 	case e.Phase == hbone.PhaseConnect:
 		return telemetry.FlagConnect, connectReason(e)

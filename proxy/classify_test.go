@@ -33,6 +33,7 @@ func TestErrorsAreCountedByFlagAndReason(t *testing.T) {
 		{stack.ErrGone, telemetry.FlagNone, telemetry.ReasonOther},
 		{errTunnelLost, telemetry.FlagReset, telemetry.ReasonReset},
 		{open(hbone.PhaseConnect, context.DeadlineExceeded), telemetry.FlagNetworkPolicy, telemetry.ReasonTimeout},
+		{open(hbone.PhaseConnect, syscall.ETIMEDOUT), telemetry.FlagNetworkPolicy, telemetry.ReasonTimeout},
 		{open(hbone.PhaseConnect, syscall.ECONNREFUSED), telemetry.FlagConnect, telemetry.ReasonRefused},
 		{open(hbone.PhaseHandshake, hbone.ErrUnknownPeer), telemetry.FlagTLSFailure, telemetry.ReasonTLS},
 		{open(hbone.PhaseHandshake, context.DeadlineExceeded), telemetry.FlagHandshake, telemetry.ReasonTimeout},

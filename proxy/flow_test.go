@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -34,6 +35,7 @@ func TestOutboundConnectsFirstAndAnswersThen(t *testing.T) {
 		{"unreachable network", "1.2.3.4:80", syscall.ENETUNREACH, nil, "unreachable 1", "network is unreachable"},
 		{"kernel's time limit", "1.2.3.4:80", syscall.ETIMEDOUT, nil, "nothing", "connection timed out"},
 		{"unreachable node", "10.96.0.10:80", &hbone.OpenError{Err: syscall.EHOSTUNREACH}, nil, "unreachable 0", "no route to host"},
+		{"DP-71 node without an answer", "10.96.0.10:80", &hbone.OpenError{NextHop: netip.MustParseAddrPort("10.244.1.7:15008"), Err: context.DeadlineExceeded}, nil, "nothing", "error=\"connection timed out, maybe a NetworkPolicy is blocking HBONE port 15008: hbone: connect 10.244.1.7:15008: context deadline exceeded\" response_flags=\"NETWORK_POLICY\""},
 		{"DP-72 denied by the peer", "10.96.0.10:80", &hbone.OpenError{Phase: hbone.PhaseResponse, Err: &hbone.StatusError{Code: 401}}, nil, "RST", "http status: 401 Unauthorized"},
 		{"DP-70 unknown peer", "10.96.0.10:80", &hbone.OpenError{Err: hbone.ErrUnknownPeer}, nil, "RST", hbone.ErrUnknownPeer.Error()},
 		{"no endpoint", "10.96.0.10:80", nil, func(m *mesh) { m.server.Services = nil }, "RST", "connection failed\tsrc.addr=10.244.0.5:40000 dst.addr=10.96.0.10:80 direction=\"outbound\" error=\"no healthy upstream: 10.96.0.10:80\""},
@@ -153,32 +155,36 @@ func TestWhatTheTunnelIsAskedFor(t *testing.T) {
 	m := newMesh()
 	m.client.CanonicalName, m.client.WorkloadName, m.client.CanonicalRevision = "client", "client", "v1"
 	m.client.Locality = workload.Locality{Region: "r1", Zone: "z1"}
-	b := newBench(t, m)
-	req := request("10.96.0.10:80")
-	b.ServeTCP(t.Context(), req)
-	b.Settle()
-	got := b.tunnel.targets[0]
-	trace := got.Headers.Traceparent
-	got.Headers.Traceparent = ""
-	want := hbone.Target{
-		NextHop: netip.MustParseAddrPort("10.244.1.7:15008"), Authority: "10.244.1.7:8080",
-		Accept: []workload.Identity{m.server.Identity()}, PeerUID: m.server.UID,
-		Headers: hbone.Headers{
-			Baggage:   "k8s.cluster.name=Kubernetes,k8s.namespace.name=default,k8s.deployment.name=client,service.name=client,service.version=v1,cloud.region=r1,cloud.availability_zone=z1",
-			Forwarded: `for="10.244.0.5:40000";host=web.default.svc.cluster.local`,
-		},
-	}
-	if diff := cmp.Diff(want, got, cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" {
-		t.Errorf("DP-64: target (-want +got):\n%s", diff)
-	}
-	if len(trace) != 55 || !strings.HasPrefix(trace, "00-") || !strings.HasSuffix(trace, "-00") {
-		t.Errorf("traceparent %q", trace)
-	}
-	req.app.Reset()
-	b.Settle()
-	if h := requestHeaders(m.client, netip.MustParseAddrPort("[::1]:80"), nil, 1, 2, 3); h.Forwarded != `for="[::1]:80"` {
-		t.Errorf("DP-65: forwarded %q", h.Forwarded)
-	}
+	t.Run("DP-64 DP-66 of a service", func(t *testing.T) {
+		b := newBench(t, m)
+		req := request("10.96.0.10:80")
+		b.ServeTCP(t.Context(), req)
+		b.Settle()
+		got := b.tunnel.targets[0]
+		trace := got.Headers.Traceparent
+		got.Headers.Traceparent = ""
+		want := hbone.Target{
+			NextHop: netip.MustParseAddrPort("10.244.1.7:15008"), Authority: "10.244.1.7:8080",
+			Accept: []workload.Identity{m.server.Identity()}, PeerUID: m.server.UID,
+			Headers: hbone.Headers{
+				Baggage:   "k8s.cluster.name=Kubernetes,k8s.namespace.name=default,k8s.deployment.name=client,service.name=client,service.version=v1,cloud.region=r1,cloud.availability_zone=z1",
+				Forwarded: `for="10.244.0.5:40000";host=web.default.svc.cluster.local`,
+			},
+		}
+		if diff := cmp.Diff(want, got, cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" {
+			t.Errorf("target (-want +got):\n%s", diff)
+		}
+		if len(trace) != 55 || !strings.HasPrefix(trace, "00-") || !strings.HasSuffix(trace, "-00") {
+			t.Errorf("traceparent %q", trace)
+		}
+		req.app.Reset()
+		b.Settle()
+	})
+	t.Run("DP-65 from an IPv6 address, of no service", func(t *testing.T) {
+		if h := requestHeaders(m.client, netip.MustParseAddrPort("[::1]:80"), nil, 1, 2, 3); h.Forwarded != `for="[::1]:80"` {
+			t.Errorf("forwarded %q", h.Forwarded)
+		}
+	})
 }
 
 // push sends text from one end to the other, through the pipes' buffers.

@@ -15,7 +15,7 @@ type PoolConfig struct {
 	TLS    ClientTLS
 	Log    *slog.Logger
 
-	MaxStreams       int           // streams per tunnel: 100, ztunnel's default
+	MaxStreams       int           // streams per tunnel: 100, ztunnel's default; with 1 a tunnel is not used again
 	ExtraTunnels     int           // for bulk, per key, beyond what MaxStreams requires: min(4, cores) + 1; negative: none
 	MaxAge           time.Duration // of tunnels: that of the certificates; then no new streams, and the end with the last one
 	IdleRelease      time.Duration // 300 s, ztunnel's default

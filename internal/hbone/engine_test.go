@@ -395,15 +395,62 @@ func TestEngineRFC9113(t *testing.T) {
 const alive = ^http2.ErrCode(0)
 
 func TestEngineRequestHeaders(t *testing.T) {
-	w := newWire(t, EngineConfig{})
-	w.frames()
-	if _, err := w.eng.Open("10.244.1.7:8080", Headers{Forwarded: `for="10.244.2.9:41234"`, Traceparent: "00-1-2-00", ForwardedNetwork: "n"}); err != nil {
-		t.Fatal(err)
+	h := Headers{Forwarded: `for="10.244.2.9:41234"`, Traceparent: "00-1-2-00"}
+	through := h
+	through.ForwardedNetwork = "n"
+	const want = `HEADERS 1 :method=CONNECT :authority=10.244.1.7:8080 baggage= forwarded=for="10.244.2.9:41234" traceparent=00-1-2-00`
+	tests := []struct {
+		name    string
+		headers Headers
+		want    string
+	}{
+		{"DP-64 DP-66 all that there is", h, want},
+		{"through a gateway", through, want + " x-forwarded-network=n"},
 	}
-	want := []string{`HEADERS 1 :method=CONNECT :authority=10.244.1.7:8080 baggage= forwarded=for="10.244.2.9:41234" traceparent=00-1-2-00 x-forwarded-network=n`}
-	if diff := cmp.Diff(want, w.frames()); diff != "" {
-		t.Errorf("(-want +got):\n%s", diff)
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			w := newWire(t, EngineConfig{})
+			w.frames()
+			if _, err := w.eng.Open("10.244.1.7:8080", tt.headers); err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff([]string{tt.want}, w.frames()); diff != "" {
+				t.Errorf("(-want +got):\n%s", diff)
+			}
+		})
 	}
+}
+
+// TestEngineStreamLimit: more streams than were offered are refused, and the connection goes on.
+func TestEngineStreamLimit(t *testing.T) {
+	t.Run("DP-110", func(t *testing.T) {
+		w := newWire(t, EngineConfig{Server: true})
+		w.frames()
+		const limit = 200
+		id := func(n int) uint32 { return uint32(2*n - 1) }
+		for n := 1; n <= limit+1; n++ {
+			w.connect(id(n))
+		}
+		if err := w.feed(); err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff([]string{"RST_STREAM 401 REFUSED_STREAM"}, w.frames()); diff != "" {
+			t.Errorf("of 201 streams (-want +got):\n%s", diff)
+		}
+		if n := len(w.rec.requests); n != limit || w.rec.requests[limit-1] != id(limit) {
+			t.Errorf("%d requests, want those of the first %d streams", n, limit)
+		}
+		_ = w.eng.Respond(1, 200, Headers{}, false)
+		w.eng.SetupDone(1)
+		_ = w.fr.WriteRSTStream(1, http2.ErrCodeCancel)
+		w.connect(id(limit + 2))
+		if err := w.feed(); err != nil {
+			t.Fatal(err)
+		}
+		if n := len(w.rec.requests); n != limit+1 {
+			t.Error("a stream was refused although another had ended")
+		}
+	})
 }
 
 func TestEngineWindows(t *testing.T) {

@@ -169,6 +169,9 @@ func (p *Pool) answer(e *entry, w *waiter, pt *pooled, err error) {
 	}
 	if pt != nil {
 		pt.open++
+		if p.cfg.MaxStreams == 1 {
+			pt.retire() // as with ztunnel, a limit of 1 is how tunnels are not kept
+		}
 	}
 	w.pt, w.err = pt, err
 	w.wake()

@@ -1,10 +1,12 @@
 package hbone
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net/http"
 	"net/netip"
+	"syscall"
 )
 
 // ErrUnknownPeer is wrapped by an error of Pool.Open when the peer proved none of the accepted identities.
@@ -37,7 +39,19 @@ type OpenError struct {
 	Err     error // context.DeadlineExceeded when the phase's limit passed; the dialer's error as it came
 }
 
-func (e *OpenError) Error() string { return fmt.Sprintf("hbone: %s %s: %v", e.Phase, e.NextHop, e.Err) }
+// Error implements error. Of a connection attempt without an answer it says in ztunnel's words what the reason may be.
+func (e *OpenError) Error() string {
+	s := fmt.Sprintf("hbone: %s %s: %v", e.Phase, e.NextHop, e.Err)
+	if e.Unanswered() {
+		s = fmt.Sprintf("connection timed out, maybe a NetworkPolicy is blocking HBONE port %d: %s", Port, s)
+	}
+	return s
+}
+
+// Unanswered reports that the next hop did not answer the attempt to connect within our limit, or the kernel's.
+func (e *OpenError) Unanswered() bool {
+	return e.Phase == PhaseConnect && (errors.Is(e.Err, context.DeadlineExceeded) || errors.Is(e.Err, syscall.ETIMEDOUT))
+}
 
 // Unwrap returns the cause.
 func (e *OpenError) Unwrap() error { return e.Err }

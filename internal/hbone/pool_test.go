@@ -1,6 +1,7 @@
 package hbone
 
 import (
+	"bytes"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -45,6 +46,189 @@ func (ms *mesh) bulk(s Stream) {
 	if ms.m.Settle(); x.err != io.EOF {
 		ms.t.Fatalf("echo ended with %v", x.err)
 	}
+}
+
+// TestPoolSharesTunnels: how many tunnels streams take, at once and one after the other.
+func TestPoolSharesTunnels(t *testing.T) {
+	tunnels := func(t *testing.T, ms *mesh, want int) {
+		t.Helper()
+		if len(ms.conns) != want {
+			t.Errorf("%d tunnels were made, want %d", len(ms.conns), want)
+		}
+	}
+	t.Run("DP-73 one key, far from the limit", func(t *testing.T) {
+		ms := newMesh(t, meshConfig{})
+		open := ms.openMany(3)
+		tunnels(t, ms, 1)
+		ms.close(open...)
+	})
+	t.Run("DP-74 limit 2, four streams, then five", func(t *testing.T) {
+		ms := newMesh(t, meshConfig{pool: PoolConfig{MaxStreams: 2}})
+		open := ms.openMany(4)
+		tunnels(t, ms, 2)
+		ms.close(open...)
+		open = ms.openMany(5)
+		tunnels(t, ms, 3) // of the first two, one stream each was given back
+		ms.close(open...)
+	})
+	t.Run("DP-75 limit 1", func(t *testing.T) {
+		ms := newMesh(t, meshConfig{pool: PoolConfig{MaxStreams: 1}})
+		open := ms.openMany(2)
+		tunnels(t, ms, 2)
+		ms.close(open...)
+		if st := ms.pool.Stats(); st != (PoolStats{}) {
+			t.Errorf("%+v, want no tunnel to be kept", st)
+		}
+		ms.close(ms.mustOpen())
+		tunnels(t, ms, 3)
+	})
+	// A pool is of one source.
+	sources := func(t *testing.T, n, streams int) {
+		ms := newMesh(t, meshConfig{})
+		pools := []*Pool{ms.pool}
+		for range n - 1 {
+			p, err := NewPool(ms.pool.cfg)
+			if err != nil {
+				t.Fatal(err)
+			}
+			pools = append(pools, p)
+		}
+		opened := 0
+		for i := range streams {
+			ms.m.Group().Go(context.Background(), func(ctx context.Context) {
+				if _, err := pools[i%n].Open(ctx, ms.target); err != nil {
+					t.Error(err)
+					return
+				}
+				opened++
+			})
+		}
+		ms.m.Settle()
+		tunnels(t, ms, n)
+		if opened != streams {
+			t.Errorf("%d of %d streams were opened", opened, streams)
+		}
+		ms.do(func(ctx context.Context) {
+			ctx, cancel := context.WithCancel(ctx)
+			cancel()
+			for _, p := range pools {
+				_ = p.Close(ctx)
+			}
+		})
+	}
+	t.Run("DP-76 100 sources with a stream each", func(t *testing.T) { sources(t, 100, 100) })
+	t.Run("DP-76 3 sources with 100 streams each", func(t *testing.T) { sources(t, 3, 300) })
+}
+
+// TestPoolIdleRelease: a tunnel without a stream is closed after a while, one with a stream never.
+func TestPoolIdleRelease(t *testing.T) {
+	t.Run("DP-77", func(t *testing.T) {
+		ms := newMesh(t, meshConfig{pool: PoolConfig{IdleRelease: 100 * time.Millisecond}})
+		s := ms.mustOpen()
+		ms.m.Advance(time.Hour)
+		again := ms.mustOpen()
+		if st := ms.pool.Stats(); st.Tunnels != 1 || len(ms.conns) != 1 {
+			t.Errorf("%+v after an hour with an open stream, %d tunnels were made; want the first one", st, len(ms.conns))
+		}
+		ms.close(s, again)
+		ms.m.Advance(99 * time.Millisecond)
+		if st := ms.pool.Stats(); st.Tunnels != 1 {
+			t.Errorf("%+v before the release", st)
+		}
+		ms.m.Advance(2 * time.Millisecond)
+		if st := ms.pool.Stats(); st != (PoolStats{}) || ms.server.Tunnels() != 0 {
+			t.Errorf("%+v after the release, the server has %d tunnels", st, ms.server.Tunnels())
+		}
+	})
+}
+
+// TestPoolGoAwayBetweenStreams: a tunnel whose peer said that it goes away is not used again.
+func TestPoolGoAwayBetweenStreams(t *testing.T) {
+	t.Run("DP-78", func(t *testing.T) {
+		ms := newMesh(t, meshConfig{})
+		keep := ms.mustOpen()
+		for tn := range ms.server.tunnels {
+			tn.ref.Post(tn.drain)
+		}
+		ms.m.Settle()
+		next := ms.mustOpen()
+		if next.Ref() == keep.Ref() || len(ms.conns) != 2 {
+			t.Errorf("%d tunnels were made, want a second one for the second stream", len(ms.conns))
+		}
+		ms.close(keep, next)
+		if st := ms.pool.Stats(); st.Tunnels != 1 {
+			t.Errorf("%+v, want the second tunnel only", st)
+		}
+	})
+}
+
+// TestPoolSilentPeer: streams over a tunnel whose peer has fallen silent end, and nobody else waits for it.
+func TestPoolSilentPeer(t *testing.T) {
+	t.Run("DP-80", func(t *testing.T) {
+		ms := newMesh(t, meshConfig{})
+		var gates []*gate
+		ms.wrap = func(c loop.Conn) loop.Conn {
+			g := &gate{Conn: c}
+			gates = append(gates, g)
+			return g
+		}
+		s := ms.mustOpen()
+		x := startExchange(s, nil)
+		ms.m.Settle()
+		gates[1].shut = true // the server's end reads nothing from here on
+		const ping, answer = 10 * time.Second, 20 * time.Second
+		ms.m.Advance(ping + answer - time.Second)
+		if x.err != nil {
+			t.Errorf("after %v the stream read %v: that is within the time to answer", ping+answer-time.Second, x.err)
+		}
+		ms.m.Advance(2 * time.Second)
+		if st := ms.pool.Stats(); !errors.Is(x.err, loop.ErrReset) || st != (PoolStats{}) {
+			t.Errorf("%v after the unanswered ping the stream read %v, want a reset; left: %+v", answer, x.err, st)
+		}
+		gates[1].shut = false
+		gates[1].ref.Wake()
+		ms.m.Advance(time.Minute)
+	})
+}
+
+// TestPoolDropped: what had arrived when the pool was dropped is still there for the application.
+func TestPoolDropped(t *testing.T) {
+	t.Run("DP-81", func(t *testing.T) {
+		const size = 100 << 10
+		ms := newMesh(t, meshConfig{handler: answering(size)})
+		whole, cut := ms.mustOpen(), ms.mustOpen()
+		whole.Ref().Post(func() { _ = whole.CloseWrite() })
+		ms.m.Settle() // the answers are here, and not read
+		ms.pool.Drain()
+		x := startExchange(whole, nil)
+		ms.m.Settle()
+		if x.err != io.EOF || !bytes.Equal(x.got, pattern(size)) {
+			t.Errorf("%d bytes, then %v; want the %d that had arrived, and the end", len(x.got), x.err, size)
+		}
+		if _, err := ms.open(); err == nil {
+			t.Error("a pool that was dropped opened a stream")
+		}
+		var got error
+		cut.Ref().Post(func() {
+			cut.Ref().Child(func(r *loop.Ref) loop.Task {
+				_ = cut.Attach(r)
+				return turnFunc(func(int) bool {
+					if cut.Ref().Removed() {
+						_, got = cut.TryRead(make([]byte, 1))
+					}
+					return false
+				})
+			})
+		})
+		ms.do(func(ctx context.Context) {
+			ctx, cancel := context.WithCancel(ctx)
+			cancel()
+			_ = ms.pool.Close(ctx)
+		})
+		if !errors.Is(got, loop.ErrReset) {
+			t.Errorf("after the end of the pool a stream that was not read gives %v, want a reset", got)
+		}
+	})
 }
 
 // TestPoolBurstBeyondPeerLimit: more streams at once than the peer takes, before it could say how many: what it refused goes to
@@ -213,35 +397,37 @@ func TestPoolBackoff(t *testing.T) {
 
 // TestPoolCertificate: tunnels made with an earlier certificate take no new streams; those that are open go on.
 func TestPoolCertificate(t *testing.T) {
-	p := newPKI(t)
-	server := p.serverTLS(server1.String())
-	ms := newMesh(t, meshConfig{pool: PoolConfig{MaxStreams: 2}, server: ServerConfig{TLS: serverFrom(server)}})
-	older, newer := p.clientTLS(client1.String()), p.clientTLS(client1.String())
-	ms.pool.cfg.TLS = clientFrom(older)
-	a, b := ms.mustOpen(), ms.mustOpen()
-	ms.close(b) // room on the first tunnel
-	ms.pool.cfg.TLS = clientFrom(newer)
-	ms.target.PeerUID = "another"
-	c := ms.mustOpen() // another key: its handshake shows the new leaf
-	ms.target.PeerUID = ""
-	d := ms.mustOpen()
-	if d.Ref() == a.Ref() || len(ms.conns) != 3 {
-		t.Errorf("%d tunnels: that of the earlier certificate took a new stream", len(ms.conns))
-	}
-	ms.pool.CertificateChanged()
-	e := ms.mustOpen()
-	if e.Ref() == d.Ref() || len(ms.conns) != 4 {
-		t.Errorf("%d tunnels after CertificateChanged, want 4", len(ms.conns))
-	}
-	x := startExchange(a, []byte("goes on"))
-	ms.m.Settle()
-	if string(x.got) != "goes on" {
-		t.Errorf("the open stream of the first tunnel answered %q, %v", x.got, x.err)
-	}
-	ms.close(c, d, e)
-	if st := ms.pool.Stats(); st.Tunnels != 1 {
-		t.Errorf("%+v; want the last tunnel only", st)
-	}
+	t.Run("DP-82", func(t *testing.T) {
+		p := newPKI(t)
+		server := p.serverTLS(server1.String())
+		ms := newMesh(t, meshConfig{pool: PoolConfig{MaxStreams: 2}, server: ServerConfig{TLS: serverFrom(server)}})
+		older, newer := p.clientTLS(client1.String()), p.clientTLS(client1.String())
+		ms.pool.cfg.TLS = clientFrom(older)
+		a, b := ms.mustOpen(), ms.mustOpen()
+		ms.close(b) // room on the first tunnel
+		ms.pool.cfg.TLS = clientFrom(newer)
+		ms.target.PeerUID = "another"
+		c := ms.mustOpen() // another key: its handshake shows the new leaf
+		ms.target.PeerUID = ""
+		d := ms.mustOpen()
+		if d.Ref() == a.Ref() || len(ms.conns) != 3 {
+			t.Errorf("%d tunnels: that of the earlier certificate took a new stream", len(ms.conns))
+		}
+		ms.pool.CertificateChanged()
+		e := ms.mustOpen()
+		if e.Ref() == d.Ref() || len(ms.conns) != 4 {
+			t.Errorf("%d tunnels after CertificateChanged, want 4", len(ms.conns))
+		}
+		x := startExchange(a, []byte("goes on"))
+		ms.m.Settle()
+		if string(x.got) != "goes on" {
+			t.Errorf("the open stream of the first tunnel answered %q, %v", x.got, x.err)
+		}
+		ms.close(c, d, e)
+		if st := ms.pool.Stats(); st.Tunnels != 1 {
+			t.Errorf("%+v; want the last tunnel only", st)
+		}
+	})
 }
 
 // TestPoolForget: after Forget no stream goes to a tunnel of the workload that was.

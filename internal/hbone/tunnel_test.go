@@ -540,10 +540,11 @@ func TestPoolErrors(t *testing.T) {
 		accept []workload.Identity
 		phase  Phase
 		want   error
+		limit  time.Duration
 		text   string
 	}{
 		{name: "refused", cfg: meshConfig{pool: PoolConfig{Dialer: dialFunc(func(context.Context, netip.AddrPort) (loop.Conn, error) { return nil, refused })}}, phase: PhaseConnect, want: refused},
-		{name: "connect timeout", cfg: meshConfig{pool: PoolConfig{Dialer: dialFunc(stuck)}}, phase: PhaseConnect, want: context.DeadlineExceeded},
+		{name: "DP-71 connect timeout", cfg: meshConfig{pool: PoolConfig{Dialer: dialFunc(stuck)}}, phase: PhaseConnect, want: context.DeadlineExceeded, limit: 10 * time.Second, text: "connection timed out, maybe a NetworkPolicy is blocking HBONE port 15008: "},
 		{name: "handshake timeout", cfg: meshConfig{pool: PoolConfig{Dialer: dialFunc(func(context.Context, netip.AddrPort) (loop.Conn, error) {
 			a, _ := loop.Pipe()
 			return a, nil
@@ -564,7 +565,11 @@ func TestPoolErrors(t *testing.T) {
 			if tt.accept != nil {
 				ms.target.Accept = tt.accept
 			}
+			start := ms.m.Group().Now()
 			s, err := ms.open()
+			if took := ms.m.Group().Now().Sub(start); tt.limit != 0 && took != tt.limit {
+				t.Errorf("Open failed after %v, want %v", took, tt.limit)
+			}
 			var oe *OpenError
 			if s != nil || !errors.As(err, &oe) || oe.Phase != tt.phase || oe.NextHop != serverAddr {
 				t.Fatalf("Open = %v, %v; want an OpenError of %v", s, err, tt.phase)
@@ -578,7 +583,8 @@ func TestPoolErrors(t *testing.T) {
 				}
 			case tt.want != nil && !errors.Is(err, tt.want):
 				t.Errorf("Open = %v, want %v", err, tt.want)
-			case !strings.Contains(err.Error(), tt.text):
+			}
+			if !strings.Contains(err.Error(), tt.text) {
 				t.Errorf("Open = %v, want %q", err, tt.text)
 			}
 			ms.m.Settle()
@@ -606,50 +612,52 @@ func TestPoolClientRefused(t *testing.T) {
 // TestPoolGoAwayRetry: a request that a draining server did not take goes to a fresh tunnel, not to another of the old ones, which
 // have room.
 func TestPoolGoAwayRetry(t *testing.T) {
-	ms := newMesh(t, meshConfig{pool: PoolConfig{MaxStreams: 2}})
-	keep := ms.mustOpen()
-	second := ms.mustOpen()
-	other := ms.mustOpen()
-	ms.close(second)
-	ms.do(func(context.Context) {
-		for tn := range ms.server.tunnels {
-			tn.ref.Post(func() {
-				tn.eng.Drain()
-				tn.eng.finalGoAway() // at once: what is under way is refused
-				tn.kick()
-			})
-		}
-		ms.m.Group().Go(context.Background(), func(ctx context.Context) {
-			s, err := ms.pool.Open(ctx, ms.target)
-			if err != nil {
-				t.Errorf("Open beside a GOAWAY: %v", err)
-				return
+	t.Run("DP-79", func(t *testing.T) {
+		ms := newMesh(t, meshConfig{pool: PoolConfig{MaxStreams: 2}})
+		keep := ms.mustOpen()
+		second := ms.mustOpen()
+		other := ms.mustOpen()
+		ms.close(second)
+		ms.do(func(context.Context) {
+			for tn := range ms.server.tunnels {
+				tn.ref.Post(func() {
+					tn.eng.Drain()
+					tn.eng.finalGoAway() // at once: what is under way is refused
+					tn.kick()
+				})
 			}
-			ms.streams = append(ms.streams, s)
+			ms.m.Group().Go(context.Background(), func(ctx context.Context) {
+				s, err := ms.pool.Open(ctx, ms.target)
+				if err != nil {
+					t.Errorf("Open beside a GOAWAY: %v", err)
+					return
+				}
+				ms.streams = append(ms.streams, s)
+			})
 		})
-	})
-	ms.m.Settle()
-	if len(ms.conns) != 3 || len(ms.streams) != 1 {
-		t.Fatalf("%d connections, %d streams; want a third connection", len(ms.conns), len(ms.streams))
-	}
-	ms.close(other)
-	var got string
-	ms.do(func(ctx context.Context) {
-		view(ctx, keep, func(c *loop.Blocked) {
-			_, _ = c.Write([]byte("still here"))
-			b := make([]byte, 10)
-			_, _ = io.ReadFull(c, b)
-			got = string(b)
+		ms.m.Settle()
+		if len(ms.conns) != 3 || len(ms.streams) != 1 {
+			t.Fatalf("%d connections, %d streams; want a third connection", len(ms.conns), len(ms.streams))
+		}
+		ms.close(other)
+		var got string
+		ms.do(func(ctx context.Context) {
+			view(ctx, keep, func(c *loop.Blocked) {
+				_, _ = c.Write([]byte("still here"))
+				b := make([]byte, 10)
+				_, _ = io.ReadFull(c, b)
+				got = string(b)
+			})
 		})
+		if got != "still here" {
+			t.Errorf("the open stream of a draining tunnel answered %q", got)
+		}
+		ms.m.Settle()
+		if n := ms.pool.Stats().Tunnels; n != 1 {
+			t.Errorf("%d tunnels, want 1: the drained one closes with its last stream", n)
+		}
+		ms.streams[0].Ref().Post(func() { _ = ms.streams[0].Close() })
 	})
-	if got != "still here" {
-		t.Errorf("the open stream of a draining tunnel answered %q", got)
-	}
-	ms.m.Settle()
-	if n := ms.pool.Stats().Tunnels; n != 1 {
-		t.Errorf("%d tunnels, want 1: the drained one closes with its last stream", n)
-	}
-	ms.streams[0].Ref().Post(func() { _ = ms.streams[0].Close() })
 }
 
 func TestPoolOpenGivenUp(t *testing.T) {

@@ -13,11 +13,11 @@ import (
 	"time"
 )
 
-// send sends n bytes of the stream that seed names, then a FIN, and returns their sum.
-func send(c *net.TCPConn, seed byte, n int64) ([]byte, error) {
+// send sends n bytes of the stream that seed names by w, then a FIN, and returns their sum.
+func send(w io.Writer, c *net.TCPConn, seed byte, n int64) ([]byte, error) {
 	h := sha256.New()
 	random := rand.NewChaCha8([32]byte{seed})
-	if _, err := io.Copy(io.MultiWriter(h, struct{ io.Writer }{c}), io.LimitReader(random, n)); err != nil {
+	if _, err := io.Copy(io.MultiWriter(h, w), io.LimitReader(random, n)); err != nil {
 		return nil, err
 	}
 	return h.Sum(nil), c.CloseWrite()
@@ -32,10 +32,15 @@ func receive(c *net.TCPConn) (int64, []byte, error) {
 
 // transfer sends n bytes from one end to the other and compares.
 func transfer(from, to *net.TCPConn, seed byte, n int64) error {
+	return transferBy(struct{ io.Writer }{from}, from, to, seed, n)
+}
+
+// transferBy is transfer through a writer of from.
+func transferBy(w io.Writer, from, to *net.TCPConn, seed byte, n int64) error {
 	var sum []byte
 	var sendErr error
 	var sent sync.WaitGroup
-	sent.Go(func() { sum, sendErr = send(from, seed, n) })
+	sent.Go(func() { sum, sendErr = send(w, from, seed, n) })
 	got, gotSum, err := receive(to)
 	sent.Wait()
 	switch {
@@ -79,6 +84,50 @@ func checkBulkArrivesIntact(t *testing.T, b *bed) {
 		}
 	}
 	awaitNoneOpen(t, a, z)
+}
+
+// An application that writes in pieces of all sizes.
+func TestNetnsOddWrites(t *testing.T) {
+	eachBackend(t, func(t *testing.T, b *bed) { t.Run("DP-124", func(t *testing.T) { checkOddWrites(t, b) }) })
+}
+
+func checkOddWrites(t *testing.T, b *bed) {
+	a, z := b.start(0), b.start(1)
+	for i, w := range b.ways(8080) {
+		client, server := b.connect(t, w)
+		from, to := client, server
+		if i%2 == 1 {
+			from, to = server, client
+		}
+		limit := time.Now().Add(60 * time.Second)
+		client.SetDeadline(limit)
+		server.SetDeadline(limit)
+		if err := transferBy(&pieces{w: from}, from, to, byte(i), 32<<20); err != nil {
+			t.Errorf("%s, %s: %v", w.name, w.addr, err)
+		}
+		client.Close()
+		server.Close()
+	}
+	awaitNoneOpen(t, a, z)
+}
+
+// pieces writes what it is given in pieces, each of another odd size.
+type pieces struct {
+	w io.Writer
+	n int
+}
+
+func (o *pieces) Write(p []byte) (int, error) {
+	for rest := p; len(rest) > 0; {
+		const prime = 6151
+		o.n += prime
+		n := min(len(rest), 1+o.n%(20<<10)|1)
+		if _, err := o.w.Write(rest[:n]); err != nil {
+			return len(p) - len(rest), err
+		}
+		rest = rest[n:]
+	}
+	return len(p), nil
 }
 
 // Several connections share tunnels and loops, each with a tenth of [bulkBytes] both ways.

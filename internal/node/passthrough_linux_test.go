@@ -10,6 +10,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
 	"ztun.dev/ztun/internal/lab"
 )
 
@@ -61,6 +64,41 @@ func checkPlaintextDeniedByPolicy(t *testing.T, b *bed) {
 			t.Errorf("%s: %v after %v, want it refused at once", to, err, time.Since(start))
 		}
 		z.out.await(t, `direction="inbound"`, z.done, "dst.addr="+to, "error\taccess", `error="connection closed due to policy rejection: explicitly denied by: shop/no-9090"`)
+	}
+}
+
+// A probe of the kubelet has an address of its own, and no policy is asked about it.
+func TestNetnsProbes(t *testing.T) {
+	eachBackend(t, func(t *testing.T, b *bed) { t.Run("DP-116", func(t *testing.T) { checkProbes(t, b) }) })
+}
+
+func checkProbes(t *testing.T, b *bed) {
+	z := b.start(1)
+	web := b.pods[webB]
+	b.setState(z.node, "[shop/no-other, shop/no-9090]", "[shop/strict]", "policies:\n",
+		"policies:\n- {name: strict, namespace: shop, scope: WorkloadSelector, action: Deny, dryRun: false, rules: [[[{notPrincipals: [!Presence ]}]]]}\n")
+	probe := []string{probeAddress4, probeAddress6}
+	if err := b.Wire().Do(func() error { return addAddresses("br0", probe) }); err != nil {
+		t.Fatal(err)
+	}
+	b.serve(web, 8080, who)
+	for i, to := range each(web, 8080) {
+		if err := web.Do(func() error { return routeOnLink("eth0", probe[i]) }); err != nil {
+			t.Fatal(err)
+		}
+		got, err := b.askFrom(b.Wire().Host, probe[i], to)
+		if err != nil || netip.MustParseAddrPort(got).Addr().Unmap() != netip.MustParseAddr(probe[i]) {
+			t.Errorf("a probe of %s: %q, %v", to, got, err)
+		}
+	}
+	if s := z.node.records.Stats(); s.Opened+s.Failed != 0 {
+		t.Errorf("probes are recorded: %+v", s)
+	}
+	for _, to := range each(web, 8080) { // and the policy is in force
+		if err := b.refusal(b.Wire().Host, to); !errors.Is(err, b.seen(syscall.ECONNREFUSED)) {
+			t.Errorf("another address of the same host, to %s: %v, want it refused", to, err)
+		}
+		z.out.await(t, "explicitly denied by: shop/strict", z.done, "dst.addr="+to)
 	}
 }
 
@@ -116,4 +154,34 @@ func checkOtherProtocolsAreUntouched(t *testing.T, b *bed) {
 		echo.Close()
 		<-ended
 	}
+}
+
+func addAddresses(link string, addrs []string) error {
+	l, err := netlink.LinkByName(link)
+	if err != nil {
+		return err
+	}
+	for _, text := range addrs {
+		a := netip.MustParseAddr(text)
+		addr := &netlink.Addr{IPNet: prefixOf(a)}
+		if a.Is6() {
+			addr.Flags = unix.IFA_F_NODAD
+		}
+		if err := netlink.AddrAdd(l, addr); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func routeOnLink(link, to string) error {
+	l, err := netlink.LinkByName(link)
+	if err != nil {
+		return err
+	}
+	return netlink.RouteAdd(&netlink.Route{LinkIndex: l.Attrs().Index, Dst: prefixOf(netip.MustParseAddr(to)), Scope: netlink.SCOPE_LINK})
+}
+
+func prefixOf(a netip.Addr) *net.IPNet {
+	return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}
 }
