@@ -20,7 +20,7 @@ func BenchmarkClassify(b *testing.B) {
 			"unknown":  netip.MustParseAddrPort("192.0.2.1:443"),
 		} {
 			b.Run(fmt.Sprintf("workloads=%d/to=%s", n, name), func(b *testing.B) {
-				q := Query{Source: source, From: source.Addresses[0], Target: target}
+				q := Query{Source: source, From: source.Addresses[0], Target: target, Tables: new(Tables)}
 				b.ReportAllocs()
 				for b.Loop() {
 					q.Rand++
@@ -40,7 +40,7 @@ func BenchmarkPick(b *testing.B) {
 		s := workload.NewSnapshot(st)
 		b.Run(fmt.Sprintf("endpoints=%d", n), func(b *testing.B) {
 			source := st.Workloads[0]
-			q := Query{Source: source, From: source.Addresses[0], Target: netip.AddrPortFrom(st.Services[0].VIPs[0].Addr, 80)}
+			q := Query{Source: source, From: source.Addresses[0], Target: netip.AddrPortFrom(st.Services[0].VIPs[0].Addr, 80), Tables: new(Tables)}
 			b.ReportAllocs()
 			for b.Loop() {
 				q.Rand++

@@ -70,8 +70,9 @@ type Query struct {
 	Target  netip.AddrPort     // as the application addressed it
 	Network string             // of this node
 	Exclude []*workload.Workload
-	Rand    uint64 // chooses among endpoints
-	Trace   *Trace // is told of each step; nil on the data path
+	Rand    uint64  // chooses among endpoints
+	Tables  *Tables // of the same source and snapshot, for picks of an endpoint; nil: none
+	Trace   *Trace  // is told of each step; nil on the data path
 }
 
 // Classify decides about an outbound flow. It is a pure function of its arguments.

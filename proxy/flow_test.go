@@ -130,7 +130,7 @@ func TestAnotherEndpointIsTried(t *testing.T) {
 	refused := &hbone.OpenError{Phase: hbone.PhaseResponse, Err: &hbone.StatusError{Code: 503}}
 	b.tunnel.fail = map[netip.AddrPort]error{}
 	req := request("10.96.0.10:80")
-	first := Classify(b.store.Snapshot(), &Query{Source: m.client, Target: req.flow.Dst, Rand: 7}).NextHop
+	first := Classify(b.store.Snapshot(), &Query{Source: m.client, Target: req.flow.Dst, Rand: 7, Tables: new(Tables)}).NextHop
 	b.tunnel.fail[first] = refused
 	b.ServeTCP(t.Context(), req)
 	b.Settle()

@@ -431,16 +431,25 @@ func TestDecisionsAreThoseOfTheModel(t *testing.T) {
 		if r.IntN(4) == 0 {
 			q.Exclude = st.Workloads[len(st.Workloads)-1:]
 		}
+		var tables *Tables
 		m := model{st, &q}
 		allowed := m.outcomes()
 		s := workload.NewSnapshot(workload.State{Workloads: slices.Clone(st.Workloads), Services: slices.Clone(st.Services)})
-		for range 4 {
-			q.Rand, q.Trace = r.Uint64(), nil
+		for i := range 6 {
+			q.Rand, q.Trace, q.Tables = r.Uint64(), nil, nil
+			if i == 3 {
+				tables = new(Tables)
+			}
+			if i >= 3 {
+				q.Tables = tables
+			}
 			d := Classify(s, &q)
 			if got := told(&d); !slices.Contains(allowed, got) {
 				t.Fatalf("seed %d: %v in network %q becomes %s, want one of %q", seed, q.Target, q.Network, got, allowed)
 			}
 			routes[d.Route]++
+			q.Tables = nil
+			d = Classify(s, &q)
 			q.Trace = new(Trace)
 			if traced := Classify(s, &q); told(&traced) != told(&d) || fmt.Sprint(traced.Err) != fmt.Sprint(d.Err) {
 				t.Fatalf("seed %d: with a trace it becomes %s, without %s", seed, told(&traced), told(&d))

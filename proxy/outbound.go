@@ -30,7 +30,7 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
 
-	q := Query{Source: self, From: f.Src.Addr(), Target: f.Dst, Network: p.cfg.Network, Rand: p.cfg.Rand()}
+	q := Query{Source: self, From: f.Src.Addr(), Target: f.Dst, Network: p.cfg.Network, Rand: p.cfg.Rand(), Tables: p.tablesFor(self, state)}
 	var conn *connection
 	var failed error
 	for range maxEndpoints {

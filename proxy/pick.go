@@ -15,40 +15,53 @@ type endpoint struct {
 // pick chooses an endpoint of a service: among those that can be reached, the best ranked, at random by capacity. waypoint
 // relaxes the port: a workload with an application tunnel takes the service port itself.
 func pick(s *workload.Snapshot, q *Query, v *workload.Service, port uint16, waypoint bool) (endpoint, bool) {
-	target, has := v.Ports[port]
-	if !has && !waypoint {
-		return endpoint{}, false
+	k := tableKey{v, port, waypoint}
+	if q.Tables != nil && q.Trace == nil && len(q.Exclude) == 0 {
+		return q.Tables.of(s, q, k).pick(q.Rand)
 	}
 	var best int
 	var sum uint64
 	var chosen endpoint
 	random := q.Rand
-	for _, ep := range s.Endpoints(v.Key()) {
+	eachCandidate(s, q, k, func(e endpoint, rank int) {
+		if sum > 0 && rank < best {
+			return
+		}
+		if rank > best || sum == 0 {
+			best, sum = rank, 0
+		}
+		// One pass: each candidate replaces the chosen one with the probability of its weight in the sum so far.
+		sum += uint64(e.workload.Capacity)
+		random = mix(random)
+		if random%sum < uint64(e.workload.Capacity) {
+			chosen = e
+		}
+	})
+	return chosen, sum > 0
+}
+
+// eachCandidate calls yield for each endpoint that can be picked, with its rank, and tells the trace of all.
+func eachCandidate(s *workload.Snapshot, q *Query, k tableKey, yield func(e endpoint, rank int)) {
+	target, has := k.service.Ports[k.port]
+	if !has && !k.waypoint {
+		return
+	}
+	for _, ep := range s.Endpoints(k.service.Key()) {
 		w := ep.Workload
-		e, why := usable(q, w, ep.Ports[port], target, port, has, waypoint)
+		e, why := usable(q, w, ep.Ports[k.port], target, k.port, has, k.waypoint)
 		r, fits := 0, false
 		if why == candidate {
-			if r, fits = rank(&v.LoadBalancer, q.Source, w); !fits {
+			if r, fits = rank(&k.service.LoadBalancer, q.Source, w); !fits {
 				why = wrongPlace
 			}
 		}
 		if q.Trace != nil {
-			q.Trace.Endpoints = append(q.Trace.Endpoints, EndpointTrace{Service: v, Workload: w, Port: e.port, Rank: r, Why: why})
+			q.Trace.Endpoints = append(q.Trace.Endpoints, EndpointTrace{Service: k.service, Workload: w, Port: e.port, Rank: r, Why: why})
 		}
-		if why != candidate || sum > 0 && r < best {
-			continue
-		}
-		if r > best || sum == 0 {
-			best, sum = r, 0
-		}
-		// One pass: each candidate replaces the chosen one with the probability of its weight in the sum so far.
-		sum += uint64(w.Capacity)
-		random = mix(random)
-		if random%sum < uint64(w.Capacity) {
-			chosen = e
+		if why == candidate {
+			yield(e, r)
 		}
 	}
-	return chosen, sum > 0
 }
 
 // usable says whether an endpoint can be reached, and at which port.

@@ -75,6 +75,8 @@ type Proxy struct {
 	cfg   Config
 	conns *podConnections
 
+	tables atomic.Pointer[sourceTables]
+
 	questions        atomic.Int64 // in progress
 	questionsRefused atomic.Uint64
 	strays           atomic.Uint64

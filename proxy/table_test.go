@@ -1,0 +1,50 @@
+package proxy
+
+import (
+	"sync"
+	"testing"
+
+	"ztun.dev/ztun/internal/workload"
+)
+
+func TestTablesAreOfTheNewestState(t *testing.T) {
+	st := bigMesh(20, 10)
+	var store workload.Store
+	store.Replace(st)
+	old := store.Snapshot()
+	store.Replace(bigMesh(20, 10))
+	now := store.Snapshot()
+	var p Proxy
+	a, b := old.State().Workloads[0], now.State().Workloads[0]
+	first := p.tablesFor(a, old)
+	if first == nil || p.tablesFor(a, old) != first {
+		t.Error("the tables of a state are made anew for each flow")
+	}
+	second := p.tablesFor(b, now)
+	if second == nil || second == first || p.tablesFor(b, now) != second {
+		t.Error("a newer state does not have tables of its own")
+	}
+	if got := p.tablesFor(b, old); got != nil {
+		t.Error("a flow that was begun in an older state gets the tables of the newer one")
+	}
+}
+
+func TestTablesAreSharedByFlowsAtOnce(t *testing.T) {
+	st := bigMesh(100, 10)
+	s := workload.NewSnapshot(st)
+	source, tables := st.Workloads[0], new(Tables)
+	var all sync.WaitGroup
+	for i := range 8 {
+		all.Go(func() {
+			for j := range 200 {
+				v := st.Services[j%len(st.Services)]
+				q := Query{Source: source, From: source.Addresses[0], Rand: uint64(i*1000 + j), Tables: tables}
+				e, ok := pick(s, &q, v, 80, false)
+				if _, serves := e.workload.Services[v.Key()]; !ok || !serves {
+					t.Errorf("picked %v, %v for %s", e, ok, v.Key())
+				}
+			}
+		})
+	}
+	all.Wait()
+}
