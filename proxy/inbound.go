@@ -176,8 +176,7 @@ func reject(status int, format string, args ...any) error {
 
 // throughGateway reports whether a request has come from another network.
 func (p *Proxy) throughGateway(r *hbone.Request) bool {
-	n := r.Headers.ForwardedNetwork
-	return n != "" && !strings.EqualFold(n, p.cfg.Network)
+	return r.Headers.CrossNetwork && !strings.EqualFold(r.Headers.ForwardedNetwork, p.cfg.Network)
 }
 
 func (p *Proxy) responseHeaders(self *workload.Workload) (h hbone.Headers) {

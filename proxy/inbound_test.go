@@ -233,8 +233,8 @@ func TestInboundFacts(t *testing.T) {
 	}{
 		{"a record, and a claim", record, hbone.Headers{Baggage: claim}, false, known, "k8s.cluster.name=Kubernetes,k8s.namespace.name=default"},
 		{"no record", nil, hbone.Headers{Baggage: claim}, false, claimed, "k8s.cluster.name=Kubernetes,k8s.namespace.name=default"},
-		{"DP-104 through a gateway", record, hbone.Headers{Baggage: claim, ForwardedNetwork: "other"}, false, claimed, "k8s.cluster.name=Kubernetes,k8s.namespace.name=default"},
-		{"from our own network", record, hbone.Headers{Baggage: claim, ForwardedNetwork: "HOME"}, false, known, "k8s.cluster.name=Kubernetes,k8s.namespace.name=default"},
+		{"DP-104 through a gateway", record, hbone.Headers{Baggage: claim, ForwardedNetwork: "other", CrossNetwork: true}, false, claimed, "k8s.cluster.name=Kubernetes,k8s.namespace.name=default"},
+		{"from our own network", record, hbone.Headers{Baggage: claim, ForwardedNetwork: "HOME", CrossNetwork: true}, false, known, "k8s.cluster.name=Kubernetes,k8s.namespace.name=default"},
 		{"DP-107 without baggage", nil, hbone.Headers{Baggage: claim}, true, nothing, ""},
 		{"DP-105 the service that the peer names", two, hbone.Headers{Forwarded: `for="1.1.1.1:1";host=web.default.svc.cluster.local`}, false, `src.addr=10.244.9.9:41000 src.identity="spiffe://cluster.local/ns/default/sa/somebody" dst.addr=10.244.0.5:15008 dst.hbone_addr=10.244.0.5:8080 dst.service="web.default.svc.cluster.local"`, "k8s.cluster.name=Kubernetes,k8s.namespace.name=default"},
 		{"DP-106 a service without the pod", two, hbone.Headers{Forwarded: "host=wp.default.svc.cluster.local"}, false, `dst.service="another.default.svc.cluster.local"`, "k8s.cluster.name=Kubernetes,k8s.namespace.name=default"},

@@ -397,7 +397,9 @@ const alive = ^http2.ErrCode(0)
 func TestEngineRequestHeaders(t *testing.T) {
 	h := Headers{Forwarded: `for="10.244.2.9:41234"`, Traceparent: "00-1-2-00"}
 	through := h
-	through.ForwardedNetwork = "n"
+	through.ForwardedNetwork, through.CrossNetwork = "n", true
+	unnamed := h
+	unnamed.CrossNetwork = true
 	const want = `HEADERS 1 :method=CONNECT :authority=10.244.1.7:8080 baggage= forwarded=for="10.244.2.9:41234" traceparent=00-1-2-00`
 	tests := []struct {
 		name    string
@@ -405,7 +407,8 @@ func TestEngineRequestHeaders(t *testing.T) {
 		want    string
 	}{
 		{"DP-64 DP-66 all that there is", h, want},
-		{"through a gateway", through, want + " x-forwarded-network=n"},
+		{"DP-67 through a gateway", through, want + " x-forwarded-network=n"},
+		{"DP-67 through a gateway, of a network without a name", unnamed, want + " x-forwarded-network="},
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {

@@ -27,7 +27,8 @@ type Headers struct {
 	Baggage          string
 	Forwarded        string
 	Traceparent      string
-	ForwardedNetwork string // x-forwarded-network
+	ForwardedNetwork string // x-forwarded-network: where a request comes from that crosses a gateway
+	CrossNetwork     bool   // there is one, although it may be empty
 	Reason           string // x-ztun-reason, of an error response: why, for people and machines; peers may ignore it
 }
 

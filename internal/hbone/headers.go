@@ -23,7 +23,9 @@ func (e *Engine) writeRequest(id uint32, authority string, h Headers) {
 	e.field(fieldBaggage, h.Baggage)
 	e.optional(fieldForwarded, h.Forwarded)
 	e.optional(fieldTraceparent, h.Traceparent)
-	e.optional(fieldNetwork, h.ForwardedNetwork)
+	if h.CrossNetwork {
+		e.field(fieldNetwork, h.ForwardedNetwork)
+	}
 	e.writeBlock(id, false)
 }
 
@@ -102,7 +104,7 @@ func parseHeaders(fields []hpack.HeaderField) (p parsedHeaders) {
 		case fieldTraceparent:
 			p.h.Traceparent = f.Value
 		case fieldNetwork:
-			p.h.ForwardedNetwork = f.Value
+			p.h.ForwardedNetwork, p.h.CrossNetwork = f.Value, true
 		case fieldReason:
 			p.h.Reason = f.Value
 		}

@@ -184,19 +184,8 @@ func (p *Pool) dial(ctx context.Context, pt *pooled) error {
 	p.seq++
 	pt.cert = p.seq
 	p.mu.Unlock()
-	cfg, err := p.cfg.TLS(hs, e.accept)
+	l, peer, err := p.secure(hs, conn, e.accept, &pt.leaf)
 	if err != nil {
-		giveUp(conn)
-		return fail(PhaseHandshake, err)
-	}
-	l, err := handshake(hs, p.cfg.Group, conn, nil, noteClientCertificate(requireAccepted(cfg, e.accept), &pt.leaf), false)
-	if err != nil {
-		return fail(PhaseHandshake, err)
-	}
-	l.buffers = p.bufs
-	peer, err := accepted(l.tls.ConnectionState(), e.accept)
-	if err != nil {
-		giveUp(l.conn)
 		return fail(PhaseHandshake, err)
 	}
 	startTunnel(tunnelConfig{

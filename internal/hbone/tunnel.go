@@ -409,12 +409,14 @@ func (t *tunnel) opened(o *opening, s *stream, err error) {
 
 // abandon gives up an opening, or its result; safe from any goroutine, after open.
 func (t *tunnel) abandon(o *opening) {
-	t.ref.Post(func() {
-		if s := o.s; s != nil {
-			s.opening = nil
-			_ = s.Reset()
-		}
-	})
+	t.ref.Post(func() { t.abandonHere(o) })
+}
+
+func (t *tunnel) abandonHere(o *opening) {
+	if s := o.s; s != nil {
+		s.opening = nil
+		_ = s.Reset()
+	}
 }
 
 func (t *tunnel) newStream(id uint32) *stream {

@@ -273,7 +273,7 @@ func TestTunnelEcho(t *testing.T) {
 		got = Request{Authority: r.Authority, Headers: r.Headers, Peer: r.Peer, Local: r.Local, Remote: r.Remote}
 		echoHandler(ctx, r)
 	}, client: []string{"spiffe://elsewhere/ns/a/sa/b", client1.String()}})
-	ms.target.Headers = Headers{Baggage: "a=b", Forwarded: "for=x", Traceparent: "00-1-2-00", ForwardedNetwork: "n1"}
+	ms.target.Headers = Headers{Baggage: "a=b", Forwarded: "for=x", Traceparent: "00-1-2-00", ForwardedNetwork: "n1", CrossNetwork: true}
 	s := ms.mustOpen()
 	want := Request{Authority: "10.0.1.5:80", Headers: ms.target.Headers, Peer: client1, Local: serverAddr, Remote: clientAddr}
 	if diff := cmp.Diff(want, got, cmp.AllowUnexported(Request{}), cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" {
