@@ -3,8 +3,10 @@ package proxy
 import (
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"slices"
+	"strconv"
 
 	"ztun.dev/ztun/internal/hbone"
 	"ztun.dev/ztun/internal/workload"
@@ -18,6 +20,7 @@ const (
 	Refuse      Route = iota // Decision.Err says why
 	Passthrough              // plain TCP to NextHop
 	OverHBONE                // a stream to Target through NextHop
+	DoubleHBONE              // a stream to Host on another network, within a stream to its gateway at NextHop
 )
 
 func (r Route) String() string {
@@ -26,6 +29,8 @@ func (r Route) String() string {
 		return "passthrough"
 	case OverHBONE:
 		return "HBONE"
+	case DoubleHBONE:
+		return "double HBONE"
 	}
 	return "refused"
 }
@@ -34,10 +39,12 @@ func (r Route) String() string {
 type Decision struct {
 	Route       Route
 	NextHop     netip.AddrPort     // the address that is connected to
-	Target      netip.AddrPort     // over HBONE: the authority
+	Target      netip.AddrPort     // over HBONE: the authority; over double HBONE its port
+	Host        string             // over double HBONE: the hostname of the authority, of both streams
 	Service     *workload.Service  // that the flow was addressed to; nil if none
 	Destination *workload.Workload // at NextHop; nil if unknown
 	accepts     *workload.Service  // whose names the peer may present beside the identity of Destination
+	beyond      *workload.Service  // over double HBONE: of whose names the peer beyond the gateway has to present one
 	Err         error              // why the flow is refused
 }
 
@@ -51,6 +58,23 @@ func (d *Decision) Accept() []workload.Identity {
 		ids = append(append(ids[:0:0], d.accepts.SubjectAltNames...), ids...)
 	}
 	return ids
+}
+
+// AcceptBeyond lists the identities of which the peer beyond a gateway has to present one: those of the service, all of whose
+// workloads on other networks are among them. That of no single workload is added, for it is the gateway that picks one.
+func (d *Decision) AcceptBeyond() []workload.Identity {
+	if d.beyond == nil {
+		return nil
+	}
+	return d.beyond.SubjectAltNames
+}
+
+// Authority is what a CONNECT asks for.
+func (d *Decision) Authority() string {
+	if d.Route == DoubleHBONE {
+		return net.JoinHostPort(d.Host, strconv.Itoa(int(d.Target.Port())))
+	}
+	return d.Target.String()
 }
 
 // A NoEndpointError refuses a flow to a service without an endpoint that could take it.

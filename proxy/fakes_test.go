@@ -189,6 +189,10 @@ func (f *fakeTunnel) Open(_ context.Context, t hbone.Target) (hbone.Stream, erro
 	return fakeStream{near, f.task(), &f.broken}, nil
 }
 
+func (f *fakeTunnel) OpenThrough(context.Context, hbone.Target, hbone.Target) (hbone.Stream, error) {
+	return nil, errors.ErrUnsupported
+}
+
 // A fakeRequest is a SYN whose answer is remembered.
 type fakeRequest struct {
 	flow   stack.Flow

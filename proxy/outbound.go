@@ -34,23 +34,30 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 	var conn *connection
 	var failed error
 	for range maxEndpoints {
-		d := Classify(state, &q)
+		d := p.classify(state, &q)
 		if d.Route == Refuse {
 			if failed == nil { // otherwise the failure of the endpoint that was tried says more
 				failed = d.Err
 			}
 			break
 		}
-		if conn == nil {
-			conn = p.conns.open(p.cfg.Records, outboundFacts(facts, self, &d), end)
+		known := outboundFacts(facts, self, &d)
+		if conn == nil && d.Route != DoubleHBONE {
+			conn = p.conns.open(p.cfg.Records, known, end)
 		}
 		upstream, err := p.openUpstream(ctx, &q, &d, f)
+		if conn == nil {
+			if err == nil {
+				learn(&known, upstream)
+			}
+			conn = p.conns.open(p.cfg.Records, known, end)
+		}
 		if err == nil {
 			p.establish(ctx, req, upstream, conn)
 			return
 		}
 		failed = err
-		if ctx.Err() != nil || d.Service == nil || d.Destination == nil || !tryAnother(err) {
+		if ctx.Err() != nil || d.Route == DoubleHBONE || d.Service == nil || d.Destination == nil || !tryAnother(err) {
 			break
 		}
 		q.Exclude = append(q.Exclude, d.Destination)
@@ -68,11 +75,28 @@ func outboundFacts(f telemetry.Facts, self *workload.Workload, d *Decision) tele
 	if d.Service != nil {
 		f.Service, f.ServiceName, f.ServiceNamespace = d.Service.Hostname, d.Service.Name, d.Service.Namespace
 	}
-	if d.Route == OverHBONE {
-		f.Protocol, f.HBONEAddr = telemetry.HBONE, d.Target.String()
+	switch d.Route {
+	case OverHBONE:
+		f.Protocol, f.HBONEAddr = telemetry.HBONE, d.Authority()
 		f.SrcIdentity, f.DstIdentity = self.Identity(), d.Destination.Identity()
+	case DoubleHBONE:
+		// The gateway knows who is beyond it; until it has told, nobody is.
+		f.Protocol, f.HBONEAddr = telemetry.DoubleHBONE, d.Authority()
+		f.SrcIdentity, f.Destination = self.Identity(), nil
 	}
 	return f
+}
+
+// learn adds who a stream through a gateway has come to: what he proved, and what he says of his workload.
+func learn(f *telemetry.Facts, upstream loop.Conn) {
+	s, ok := upstream.(hbone.Stream)
+	if !ok {
+		return
+	}
+	f.DstIdentity = s.Peer()
+	if f.Destination = claimed(s.Response().Baggage); f.Destination != nil {
+		f.Destination.Name = f.Destination.WorkloadName // ztunnel's log has it so
+	}
 }
 
 func (p *Proxy) openUpstream(ctx context.Context, q *Query, d *Decision, f stack.Flow) (loop.Conn, error) {
@@ -81,10 +105,16 @@ func (p *Proxy) openUpstream(ctx context.Context, q *Query, d *Decision, f stack
 		defer cancel()
 		return p.cfg.Underlay.Dial(ctx, d.NextHop)
 	}
-	return p.cfg.Tunnel.Open(ctx, hbone.Target{
-		NextHop: d.NextHop, Authority: d.Target.String(), Accept: d.Accept(), PeerUID: d.Destination.UID,
+	t := hbone.Target{
+		NextHop: d.NextHop, Authority: d.Authority(), Accept: d.Accept(), PeerUID: d.Destination.UID,
 		Headers: requestHeaders(q.Source, f.Src, d.Service, p.cfg.Rand(), p.cfg.Rand(), p.cfg.Rand()),
-	})
+	}
+	if d.Route == OverHBONE {
+		return p.cfg.Tunnel.Open(ctx, t)
+	}
+	beyond := hbone.Target{Authority: t.Authority, Accept: d.AcceptBeyond(), Headers: t.Headers}
+	beyond.Headers.ForwardedNetwork, beyond.Headers.CrossNetwork = p.cfg.Network, true // also if it is empty
+	return p.cfg.Tunnel.OpenThrough(ctx, t, beyond)
 }
 
 // establish answers the application's SYN and begins to move bytes.

@@ -30,6 +30,8 @@ type Underlay interface {
 // A Tunnel opens streams to peers with the pod's identity.
 type Tunnel interface {
 	Open(ctx context.Context, t hbone.Target) (hbone.Stream, error)
+	// OpenThrough opens a stream to a peer on another network, through its gateway.
+	OpenThrough(ctx context.Context, gateway, t hbone.Target) (hbone.Stream, error)
 }
 
 // A DNS answers one message; server is the resolver that the application addressed. The answer is in buf, if it fits, or nil if
@@ -72,8 +74,9 @@ type Config struct {
 
 // A Proxy serves one pod.
 type Proxy struct {
-	cfg   Config
-	conns *podConnections
+	cfg      Config
+	conns    *podConnections
+	classify func(*workload.Snapshot, *Query) Decision // Classify, but in tests
 
 	tables atomic.Pointer[sourceTables]
 
@@ -111,7 +114,7 @@ func New(cfg Config) (*Proxy, error) {
 	if cfg.MaxQuestions == 0 {
 		cfg.MaxQuestions = 512
 	}
-	return &Proxy{cfg: cfg, conns: cfg.Connections.of(cfg.Client)}, nil
+	return &Proxy{cfg: cfg, conns: cfg.Connections.of(cfg.Client), classify: Classify}, nil
 }
 
 // dnsPort is where questions go.

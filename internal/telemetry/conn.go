@@ -32,11 +32,15 @@ type Protocol uint8
 const (
 	TCP Protocol = iota
 	HBONE
+	DoubleHBONE // through the gateway of another network
 )
 
 func (p Protocol) String() string {
-	if p == HBONE {
+	switch p {
+	case HBONE:
 		return "HBONE"
+	case DoubleHBONE:
+		return "DOUBLEHBONE"
 	}
 	return "TCP"
 }

@@ -205,15 +205,15 @@ const unknown = "unknown"
 func (f *Facts) labels(keep []int) (l labelSet, uids [2]string) {
 	l[labelReporter] = reporter(f.Direction)
 	l[labelProtocol], l[labelFlags], l[labelSecurity] = "tcp", FlagNone.String(), unknown
-	if f.Protocol == HBONE {
+	if f.Protocol != TCP {
 		l[labelSecurity] = "mutual_tls"
 	}
 	destination := f.DstIdentity
-	if f.Destination != nil {
+	if f.Destination != nil && f.Protocol != DoubleHBONE { // beyond a gateway only what was proven is known
 		destination = f.Destination.Identity()
 	}
 	source := f.SrcIdentity
-	if f.Protocol != HBONE {
+	if f.Protocol == TCP {
 		source = workload.Identity{}
 	}
 	l.side(labelSource, labelLocality, f.source(), source)

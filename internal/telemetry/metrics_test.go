@@ -273,3 +273,24 @@ func TestClaimedSource(t *testing.T) {
 		t.Errorf("line %q", line)
 	}
 }
+
+// Beyond a gateway the destination is what the peer says of itself, and who it is only what it proved.
+func TestDestinationBeyondAGateway(t *testing.T) {
+	reg := prometheus.NewPedanticRegistry()
+	l := newLab(t, Config{Registerer: reg})
+	f := outbound()
+	f.Protocol, f.HBONEAddr = DoubleHBONE, "echo.shop.svc.cluster.local:80"
+	f.DstIdentity = workload.Identity{TrustDomain: "far.local", Namespace: "shop", ServiceAccount: "echo"}
+	f.Destination = &workload.Workload{Name: "echo", WorkloadName: "echo", Namespace: "shop", ClusterID: "far"}
+	l.Open(f, nil).Finish(nil)
+	got := values(scrape(t, reg)["istio_tcp_connections_opened_total"], "destination_workload", "destination_principal", "destination_cluster", "connection_security_policy")
+	want := map[string]float64{
+		"connection_security_policy=mutual_tls destination_cluster=far destination_principal=spiffe://far.local/ns/shop/sa/echo destination_workload=echo": 1,
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("(-want +got)\n%s", diff)
+	}
+	if got := f.Protocol.String(); got != "DOUBLEHBONE" {
+		t.Errorf("protocol %q", got)
+	}
+}
