@@ -5,6 +5,7 @@ go 1.26.3
 replace ztun.dev/ztun => ../
 
 require (
+	github.com/summerwind/h2spec v2.2.1+incompatible
 	github.com/vishvananda/netlink v1.3.1
 	go.uber.org/goleak v1.3.0
 	istio.io/istio v0.0.0-20260827124520-eed52ebb66ad
@@ -14,6 +15,7 @@ require (
 require (
 	github.com/cbeuw/connutil v1.0.1 // indirect
 	github.com/cilium/ebpf v0.22.0 // indirect
+	github.com/fatih/color v1.19.0 // indirect
 	github.com/go-jose/go-jose/v4 v4.1.4 // indirect
 	github.com/go-logr/logr v1.4.3 // indirect
 	github.com/golang/protobuf v1.5.4 // indirect
@@ -21,6 +23,8 @@ require (
 	github.com/google/go-cmp v0.7.0 // indirect
 	github.com/google/nftables v0.3.0 // indirect
 	github.com/inconshreveable/mousetrap v1.1.0 // indirect
+	github.com/mattn/go-colorable v0.1.14 // indirect
+	github.com/mattn/go-isatty v0.0.22 // indirect
 	github.com/mdlayher/netlink v1.7.3-0.20250113171957-fbb4dce95f42 // indirect
 	github.com/mdlayher/socket v0.5.1 // indirect
 	github.com/spf13/cobra v1.10.2 // indirect

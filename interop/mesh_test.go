@@ -104,7 +104,7 @@ func newMesh(t *testing.T, age time.Duration) *mesh {
 	})
 	check()
 	m.newPool(t, hbone.PoolConfig{MaxAge: age})
-	m.serve(t, age)
+	m.serve(t, ztunAddr, hbone.ServerConfig{MaxAge: age})
 	return m
 }
 
@@ -121,24 +121,24 @@ func (m *mesh) newPool(t *testing.T, cfg hbone.PoolConfig) {
 }
 
 // serve listens for tunnels.
-func (m *mesh) serve(t *testing.T, age time.Duration) {
+func (m *mesh) serve(t *testing.T, addr netip.AddrPort, cfg hbone.ServerConfig) {
 	t.Helper()
-	l, err := m.under.Listen(ztunAddr)
+	l, err := m.under.Listen(addr)
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.server, err = hbone.NewServer(hbone.ServerConfig{
-		Group: m.group, TLS: m.ids.Server(ztunID), Handler: m, Resume: l.Resume, MaxAge: age, Budget: m.budget,
-	})
+	cfg.Group, cfg.TLS, cfg.Handler, cfg.Resume, cfg.Budget = m.group, m.ids.Server(ztunID), m, l.Resume, m.budget
+	server, err := hbone.NewServer(cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
-	l.Limit(m.server.Accepting)
-	if err := l.Start(m.server.Serve); err != nil {
+	m.server = server
+	l.Limit(server.Accepting)
+	if err := l.Start(server.Serve); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		closing(t, "server", m.server.Close)
+		closing(t, "server", server.Close)
 		if err := l.Close(context.Background()); err != nil {
 			t.Error(err)
 		}

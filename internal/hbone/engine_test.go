@@ -248,7 +248,11 @@ func TestEngineRFC9113(t *testing.T) {
 		{name: "5.1 closed: DATA after our reset is ignored", play: []func(*wire){
 			open, accept, func(w *wire) { w.eng.Reset(1, http2.ErrCodeCancel) }, raw(http2.FrameData, 0, 1, "y"),
 		}, frames: []string{"RST_STREAM 1 CANCEL"}, code: alive},
+		{name: "5.1 closed: DATA after both resets", play: []func(*wire){
+			open, accept, func(w *wire) { w.eng.Reset(1, http2.ErrCodeCancel) }, raw(http2.FrameRSTStream, 0, 1, "\x00\x00\x00\x08"), raw(http2.FrameData, 0, 1, "y"),
+		}, frames: []string{"RST_STREAM 1 CANCEL", "RST_STREAM 1 STREAM_CLOSED"}, code: alive},
 		{name: "5.1 closed: HEADERS", play: []func(*wire){open, accept, raw(http2.FrameRSTStream, 0, 1, "\x00\x00\x00\x08"), open}, events: []string{"reset 1 CANCEL"}, code: http2.ErrCodeStreamClosed},
+		{name: "5.1 closed: HEADERS, as client", client: true, play: []func(*wire){clientOpen, clientOK, raw(http2.FrameRSTStream, 0, 1, "\x00\x00\x00\x08"), func(w *wire) { w.headers(1, true, ":status", "200") }}, frames: []string{"RST_STREAM 1 STREAM_CLOSED"}, events: []string{"reset 1 CANCEL"}, code: alive},
 		{name: "5.1.1 even stream", play: []func(*wire){func(w *wire) { w.connect(2) }}, code: http2.ErrCodeProtocol},
 		{name: "5.1.2 too many streams", play: []func(*wire){func(w *wire) {
 			for id := uint32(1); id <= 7; id += 2 {
@@ -267,6 +271,8 @@ func TestEngineRFC9113(t *testing.T) {
 		{name: "6.1 padding too long", play: []func(*wire){open, accept, raw(http2.FrameData, http2.FlagDataPadded, 1, "\x05abc")}, code: http2.ErrCodeProtocol},
 		{name: "6.1 end of stream", play: []func(*wire){open, accept, raw(http2.FrameData, http2.FlagDataEndStream|http2.FlagDataPadded, 1, "\x02abcdpp"[:7])}, events: []string{"end 1"}, code: alive},
 		{name: "6.2 HEADERS on stream 0", play: []func(*wire){func(w *wire) { w.connect(0) }}, code: http2.ErrCodeProtocol},
+		{name: "6.2 padding too long", play: []func(*wire){raw(http2.FrameHeaders, http2.FlagHeadersPadded|http2.FlagHeadersEndHeaders, 1, "\x02\x82")}, code: http2.ErrCodeProtocol},
+		{name: "6.2 padding too long, with priority, in a block that goes on", play: []func(*wire){raw(http2.FrameHeaders, http2.FlagHeadersPadded|http2.FlagHeadersPriority, 1, "\x02\x00\x00\x00\x00\x10\x82")}, code: http2.ErrCodeProtocol},
 		{name: "6.2 block is interrupted", play: []func(*wire){raw(http2.FrameHeaders, 0, 1, "\x82"), raw(http2.FramePing, 0, 0, "12345678")}, code: http2.ErrCodeProtocol},
 		{name: "6.4 RST_STREAM of wrong length", play: []func(*wire){open, raw(http2.FrameRSTStream, 0, 1, "\x00\x00")}, events: []string{"request 1 10.0.0.1:80"}, code: http2.ErrCodeFrameSize},
 		{name: "6.5 SETTINGS of wrong length", play: []func(*wire){raw(http2.FrameSettings, 0, 0, "\x00\x00")}, code: http2.ErrCodeFrameSize},
@@ -304,10 +310,12 @@ func TestEngineRFC9113(t *testing.T) {
 		{name: "8.1 informational response", client: true, play: []func(*wire){clientOpen, func(w *wire) { w.headers(1, false, ":status", "103"); w.headers(1, false, ":status", "200") }}, events: []string{"response 1 200 "}, code: alive},
 		{name: "8.1 trailers end the stream", play: []func(*wire){open, accept, func(w *wire) { w.headers(1, true, "a", "b") }}, events: []string{"end 1"}, code: alive},
 		{name: "8.1 trailers without end", play: []func(*wire){open, accept, func(w *wire) { w.headers(1, false, "a", "b") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, events: []string{"reset 1 PROTOCOL_ERROR"}, code: alive},
+		{name: "8.1 trailers with a pseudo-header field", play: []func(*wire){open, accept, func(w *wire) { w.headers(1, true, ":method", "CONNECT") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, events: []string{"reset 1 PROTOCOL_ERROR"}, code: alive},
 		{name: "8.1 DATA before the response", client: true, play: []func(*wire){clientOpen, raw(http2.FrameData, 0, 1, "x")}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, events: []string{"reset 1 PROTOCOL_ERROR"}, code: alive},
 		{name: "8.2 upper case", play: []func(*wire){func(w *wire) { w.headers(1, false, ":method", "CONNECT", ":authority", "a:1", "Baggage", "x") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, code: alive},
 		{name: "8.2.2 connection-specific field", play: []func(*wire){func(w *wire) { w.headers(1, false, ":method", "CONNECT", ":authority", "a:1", "connection", "close") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, code: alive},
 		{name: "8.3 pseudo-header after field", play: []func(*wire){func(w *wire) { w.headers(1, false, ":method", "CONNECT", "a", "b", ":authority", "a:1") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, code: alive},
+		{name: "8.3.1 no path", play: []func(*wire){func(w *wire) { w.headers(1, true, ":method", "GET", ":authority", "a:1", ":scheme", "https") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, code: alive},
 		{name: "8.3.2 no status", client: true, play: []func(*wire){clientOpen, func(w *wire) { w.headers(1, false, "a", "b") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, events: []string{"reset 1 PROTOCOL_ERROR"}, code: alive},
 		{name: "8.5 with path", play: []func(*wire){func(w *wire) { w.headers(1, false, ":method", "CONNECT", ":authority", "a:1", ":path", "/") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, code: alive},
 		{name: "8.5 other method", play: []func(*wire){func(w *wire) {

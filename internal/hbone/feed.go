@@ -110,11 +110,31 @@ func (e *Engine) step(p []byte) (int, error) {
 			return n, nil
 		}
 		e.state = feedHeader
-		if e.sink || e.block != 0 {
+		if e.sink {
 			return n, nil
+		}
+		if err := e.checkPadding(); err != nil || e.block != 0 {
+			return n, err
 		}
 		return n, e.controlFrame()
 	}
+}
+
+// checkPadding looks at a HEADERS frame that is whole. Its error is the connection's (RFC 9113, section 6.2): what would be left of
+// the block cannot be decoded, and without it the compression state is lost.
+func (e *Engine) checkPadding() error {
+	fh := e.fh
+	if fh.Type != http2.FrameHeaders || !fh.Flags.Has(http2.FlagHeadersPadded) || fh.Length == 0 {
+		return nil
+	}
+	left := int(fh.Length) - 1
+	if fh.Flags.Has(http2.FlagHeadersPriority) {
+		left -= 5
+	}
+	if int(e.buf[len(e.buf)-int(fh.Length)]) > left {
+		return protocolError("more padding than payload")
+	}
+	return nil
 }
 
 func protocolError(reason string) *ConnError { return &ConnError{http2.ErrCodeProtocol, reason} }
@@ -451,6 +471,9 @@ func (e *Engine) rstStream(f *http2.RSTStreamFrame) error {
 	if s == nil {
 		if !e.known(f.StreamID) {
 			return protocolError("RST_STREAM on an idle stream")
+		}
+		if i := slices.Index(e.resets[:], f.StreamID); i >= 0 {
+			e.resets[i] = 0 // nothing is under way for it any more
 		}
 		return nil
 	}

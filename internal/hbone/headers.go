@@ -71,6 +71,7 @@ func (e *Engine) writeBlock(id uint32, end bool) {
 // parsedHeaders is a header block of either direction.
 type parsedHeaders struct {
 	method, authority, status string
+	scheme, path              string
 	other                     bool // a pseudo-header field that has no place in a CONNECT
 	bad                       bool // a field that HTTP/2 forbids
 	h                         Headers
@@ -85,7 +86,11 @@ func parseHeaders(fields []hpack.HeaderField) (p parsedHeaders) {
 			p.authority = f.Value
 		case ":status":
 			p.status = f.Value
-		case ":scheme", ":path", ":protocol":
+		case ":scheme":
+			p.scheme, p.other = f.Value, true
+		case ":path":
+			p.path, p.other = f.Value, true
+		case ":protocol":
 			p.other = true
 		case "connection", "proxy-connection", "keep-alive", "transfer-encoding", "upgrade":
 			p.bad = true // RFC 9113, section 8.2.2
@@ -147,7 +152,7 @@ func (e *Engine) request(f *http2.MetaHeadersFrame) error {
 		return err
 	}
 	if !isNew {
-		return e.trailers(id, end)
+		return e.trailers(f)
 	}
 	if e.afterFinal(id) {
 		return nil
@@ -161,7 +166,8 @@ func (e *Engine) request(f *http2.MetaHeadersFrame) error {
 	case f.Truncated:
 		e.refuse(id, http2.ErrCodeEnhanceYourCalm)
 		return e.suffer()
-	case p.bad || p.method == "" || p.status != "" || p.method == "CONNECT" && p.other:
+	case p.bad || p.method == "" || p.status != "" || p.method == "CONNECT" && p.other ||
+		p.method != "CONNECT" && (p.scheme == "" || p.path == ""):
 		// RFC 9113, section 8.1.1: malformed.
 		e.refuse(id, http2.ErrCodeProtocol)
 		return e.suffer()
@@ -187,7 +193,8 @@ func (e *Engine) request(f *http2.MetaHeadersFrame) error {
 }
 
 // trailers is a HEADERS on a stream that had one. What it says is ignored.
-func (e *Engine) trailers(id uint32, end bool) error {
+func (e *Engine) trailers(f *http2.MetaHeadersFrame) error {
+	id := f.StreamID
 	s := e.streams[id]
 	switch {
 	case s == nil:
@@ -197,7 +204,7 @@ func (e *Engine) trailers(id uint32, end bool) error {
 		return &ConnError{http2.ErrCodeStreamClosed, "HEADERS on a closed stream"}
 	case s.gotEnd:
 		e.resetStream(s, http2.ErrCodeStreamClosed)
-	case !end:
+	case !f.StreamEnded() || len(f.PseudoFields()) > 0: // RFC 9113, section 8.1
 		e.resetStream(s, http2.ErrCodeProtocol)
 	default:
 		e.gotEnd(s)
@@ -212,10 +219,15 @@ func (e *Engine) response(f *http2.MetaHeadersFrame) error {
 	}
 	s := e.streams[id]
 	if s == nil {
-		return nil
+		if e.resetLately(id) {
+			return nil
+		}
+		// Not the connection's error: of the streams that we reset, only the latest are remembered.
+		e.refuse(id, http2.ErrCodeStreamClosed)
+		return e.suffer()
 	}
 	if s.answered {
-		return e.trailers(id, end)
+		return e.trailers(f)
 	}
 	p := parseHeaders(f.Fields)
 	status, err := strconv.Atoi(p.status)
