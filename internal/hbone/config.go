@@ -24,6 +24,7 @@ type PoolConfig struct {
 	ResponseTimeout  time.Duration // 20 s
 	Settings         Settings
 	Budget           *loop.Budget // of the process's memory for connections; nil: none
+	Metrics          *Metrics     // nil: none
 }
 
 // A ServerConfig configures a Server.
@@ -44,6 +45,7 @@ type ServerConfig struct {
 	MaxAge           time.Duration // as of a PoolConfig
 	Settings         Settings
 	Budget           *loop.Budget // as of a PoolConfig
+	Metrics          *Metrics     // as of a PoolConfig
 }
 
 // Settings are the sizes of the HTTP/2 connection. Zero fields mean the defaults, which are ztunnel's wire behaviour.

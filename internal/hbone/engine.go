@@ -40,6 +40,10 @@ type Events interface {
 	// refused tells that the peer certainly did not process the request (RFC 9113, section 8.7).
 	StreamReset(id uint32, code http2.ErrCode, refused bool)
 
+	// StreamFault tells that a stream was reset, or never came to be, because of an error of the peer's. It has no part in the life
+	// of streams.
+	StreamFault(code http2.ErrCode)
+
 	// StreamWritable tells that a Write or Reserve which returned ErrAgain may be tried again.
 	StreamWritable(id uint32)
 
@@ -70,7 +74,8 @@ const (
 	floodBurst  = 1000      // frames that cost us and bring nothing, at once …
 	floodPerSec = 100       // … and each second from then on
 	maxBlock    = 16        // frames of one header block
-	maxControl  = 16 << 10  // bytes of a control frame other than HEADERS and CONTINUATION
+	maxControl  = 16 << 10  // bytes of a control frame other than HEADERS, CONTINUATION and SETTINGS
+	maxSettings = 100 * 6   // bytes of SETTINGS: each of them may concern all streams
 	minCredit   = 16 << 10  // bytes of connection credit that are worth a frame, however little the peer has left
 	headerLen   = 9         // RFC 9113, section 4.1
 	maxWindow   = math.MaxInt32
@@ -470,6 +475,7 @@ func (e *Engine) known(id uint32) bool {
 func (e *Engine) fail(err *ConnError) error {
 	if e.err == nil {
 		e.err = err
+		e.buf = nil
 		must(e.framer.WriteGoAway(e.lastPeer, err.Code, []byte(err.Reason)))
 	}
 	return e.err
@@ -479,6 +485,7 @@ func (e *Engine) fail(err *ConnError) error {
 func (e *Engine) resetStream(s *engineStream, code http2.ErrCode) {
 	e.remove(s)
 	e.writeReset(s.id, code)
+	e.ev.StreamFault(code)
 	e.ev.StreamReset(s.id, code, false)
 }
 

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
-	"strings"
 	"testing"
 	"time"
 
@@ -25,6 +24,7 @@ type recorder struct {
 	data     map[uint32][]byte
 	ended    map[uint32]bool
 	requests []uint32
+	faults   []http2.ErrCode
 	onData   func(id uint32, n int)
 }
 
@@ -70,6 +70,7 @@ func (r *recorder) StreamReset(id uint32, code http2.ErrCode, refused bool) {
 	}
 	r.log = append(r.log, s)
 }
+func (r *recorder) StreamFault(code http2.ErrCode) { r.faults = append(r.faults, code) }
 func (r *recorder) StreamWritable(id uint32)       { r.add("writable %d", id) }
 func (r *recorder) RequestRefused(error)           {}
 func (r *recorder) PeerSettings(maxStreams uint32) {}
@@ -218,189 +219,6 @@ func TestEnginePreface(t *testing.T) {
 		t.Errorf("server (-want +got):\n%s", diff)
 	}
 }
-
-// TestEngineRFC9113 plays one peer's frames and compares what the engine answers and reports. The names are sections.
-func TestEngineRFC9113(t *testing.T) {
-	raw := func(typ http2.FrameType, flags http2.Flags, id uint32, payload string) func(*wire) {
-		return func(w *wire) { _ = w.fr.WriteRawFrame(typ, flags, id, []byte(payload)) }
-	}
-	open := func(w *wire) { w.connect(1) }
-	accept := func(w *wire) { _ = w.feed(); _ = w.eng.Respond(1, 200, Headers{}, false); w.frames(); w.rec.take() }
-	clientOpen := func(w *wire) { _, _ = w.eng.Open("10.0.0.1:80", Headers{}); w.frames() }
-	clientOK := func(w *wire) { w.headers(1, false, ":status", "200"); _ = w.feed(); w.rec.take() }
-	tests := []struct {
-		name   string
-		client bool
-		play   []func(*wire)
-		frames []string
-		events []string
-		code   http2.ErrCode // of the connection's end; -1: it lives
-	}{
-		{name: "4.1 unknown type is ignored", play: []func(*wire){raw(0x77, 0xff, 5, "abc"), open}, events: []string{"request 1 10.0.0.1:80"}, code: alive},
-		{name: "4.2 frame too large", play: []func(*wire){raw(http2.FrameData, 0, 1, strings.Repeat("x", 1<<20+1))}, code: http2.ErrCodeFrameSize},
-		{name: "4.3 broken compression", play: []func(*wire){raw(http2.FrameHeaders, http2.FlagHeadersEndHeaders, 1, "\xff\xff\xff\xff\xff\xff\xff")}, code: http2.ErrCodeCompression},
-		{name: "5.1 idle: DATA", play: []func(*wire){raw(http2.FrameData, 0, 1, "x")}, code: http2.ErrCodeProtocol},
-		{name: "5.1 idle: RST_STREAM", play: []func(*wire){raw(http2.FrameRSTStream, 0, 1, "\x00\x00\x00\x08")}, code: http2.ErrCodeProtocol},
-		{name: "5.1 idle: WINDOW_UPDATE", play: []func(*wire){raw(http2.FrameWindowUpdate, 0, 1, "\x00\x00\x00\x08")}, code: http2.ErrCodeProtocol},
-		{name: "5.1 half-closed: DATA", play: []func(*wire){
-			open, accept, raw(http2.FrameData, http2.FlagDataEndStream, 1, "x"), raw(http2.FrameData, 0, 1, "y"),
-		}, frames: []string{"RST_STREAM 1 STREAM_CLOSED"}, events: []string{"end 1", "reset 1 STREAM_CLOSED"}, code: alive},
-		{name: "5.1 closed: DATA after our reset is ignored", play: []func(*wire){
-			open, accept, func(w *wire) { w.eng.Reset(1, http2.ErrCodeCancel) }, raw(http2.FrameData, 0, 1, "y"),
-		}, frames: []string{"RST_STREAM 1 CANCEL"}, code: alive},
-		{name: "5.1 closed: DATA after both resets", play: []func(*wire){
-			open, accept, func(w *wire) { w.eng.Reset(1, http2.ErrCodeCancel) }, raw(http2.FrameRSTStream, 0, 1, "\x00\x00\x00\x08"), raw(http2.FrameData, 0, 1, "y"),
-		}, frames: []string{"RST_STREAM 1 CANCEL", "RST_STREAM 1 STREAM_CLOSED"}, code: alive},
-		{name: "5.1 closed: HEADERS", play: []func(*wire){open, accept, raw(http2.FrameRSTStream, 0, 1, "\x00\x00\x00\x08"), open}, events: []string{"reset 1 CANCEL"}, code: http2.ErrCodeStreamClosed},
-		{name: "5.1 closed: HEADERS, as client", client: true, play: []func(*wire){clientOpen, clientOK, raw(http2.FrameRSTStream, 0, 1, "\x00\x00\x00\x08"), func(w *wire) { w.headers(1, true, ":status", "200") }}, frames: []string{"RST_STREAM 1 STREAM_CLOSED"}, events: []string{"reset 1 CANCEL"}, code: alive},
-		{name: "5.1.1 even stream", play: []func(*wire){func(w *wire) { w.connect(2) }}, code: http2.ErrCodeProtocol},
-		{name: "5.1.2 too many streams", play: []func(*wire){func(w *wire) {
-			for id := uint32(1); id <= 7; id += 2 {
-				w.connect(id)
-			}
-		}}, frames: []string{"RST_STREAM 7 REFUSED_STREAM"}, events: []string{"request 1 10.0.0.1:80", "request 3 10.0.0.1:80", "request 5 10.0.0.1:80"}, code: alive},
-		{name: "5.1.2 reset streams count while they are set up", play: []func(*wire){func(w *wire) {
-			for id := uint32(1); id <= 7; id += 2 {
-				w.connect(id)
-				_ = w.fr.WriteRSTStream(id, http2.ErrCodeCancel)
-			}
-		}}, frames: []string{"RST_STREAM 7 REFUSED_STREAM"}, events: []string{
-			"request 1 10.0.0.1:80", "reset 1 CANCEL", "request 3 10.0.0.1:80", "reset 3 CANCEL", "request 5 10.0.0.1:80", "reset 5 CANCEL",
-		}, code: alive},
-		{name: "6.1 DATA on stream 0", play: []func(*wire){raw(http2.FrameData, 0, 0, "x")}, code: http2.ErrCodeProtocol},
-		{name: "6.1 padding too long", play: []func(*wire){open, accept, raw(http2.FrameData, http2.FlagDataPadded, 1, "\x05abc")}, code: http2.ErrCodeProtocol},
-		{name: "6.1 end of stream", play: []func(*wire){open, accept, raw(http2.FrameData, http2.FlagDataEndStream|http2.FlagDataPadded, 1, "\x02abcdpp"[:7])}, events: []string{"end 1"}, code: alive},
-		{name: "6.2 HEADERS on stream 0", play: []func(*wire){func(w *wire) { w.connect(0) }}, code: http2.ErrCodeProtocol},
-		{name: "6.2 padding too long", play: []func(*wire){raw(http2.FrameHeaders, http2.FlagHeadersPadded|http2.FlagHeadersEndHeaders, 1, "\x02\x82")}, code: http2.ErrCodeProtocol},
-		{name: "6.2 padding too long, with priority, in a block that goes on", play: []func(*wire){raw(http2.FrameHeaders, http2.FlagHeadersPadded|http2.FlagHeadersPriority, 1, "\x02\x00\x00\x00\x00\x10\x82")}, code: http2.ErrCodeProtocol},
-		{name: "6.2 block is interrupted", play: []func(*wire){raw(http2.FrameHeaders, 0, 1, "\x82"), raw(http2.FramePing, 0, 0, "12345678")}, code: http2.ErrCodeProtocol},
-		{name: "6.4 RST_STREAM of wrong length", play: []func(*wire){open, raw(http2.FrameRSTStream, 0, 1, "\x00\x00")}, events: []string{"request 1 10.0.0.1:80"}, code: http2.ErrCodeFrameSize},
-		{name: "6.5 SETTINGS of wrong length", play: []func(*wire){raw(http2.FrameSettings, 0, 0, "\x00\x00")}, code: http2.ErrCodeFrameSize},
-		{name: "6.5 SETTINGS ack with payload", play: []func(*wire){raw(http2.FrameSettings, http2.FlagSettingsAck, 0, "\x00\x00\x00\x00\x00\x00")}, code: http2.ErrCodeFrameSize},
-		{name: "6.5.2 window too large", play: []func(*wire){raw(http2.FrameSettings, 0, 0, "\x00\x04\x80\x00\x00\x00")}, code: http2.ErrCodeFlowControl},
-		{name: "6.5.2 frame size too small", play: []func(*wire){raw(http2.FrameSettings, 0, 0, "\x00\x05\x00\x00\x00\x01")}, code: http2.ErrCodeProtocol},
-		{name: "6.5.3 SETTINGS are acknowledged", play: []func(*wire){raw(http2.FrameSettings, 0, 0, "")}, frames: []string{"SETTINGS 0 ack"}, code: alive},
-		{name: "6.6 PUSH_PROMISE", client: true, play: []func(*wire){clientOpen, raw(http2.FramePushPromise, http2.FlagPushPromiseEndHeaders, 1, "\x00\x00\x00\x02\x82")}, code: http2.ErrCodeProtocol},
-		{name: "6.7 PING", play: []func(*wire){raw(http2.FramePing, 0, 0, "12345678")}, frames: []string{`PING 0 ack "12345678"`}, code: alive},
-		{name: "6.7 PING of wrong length", play: []func(*wire){raw(http2.FramePing, 0, 0, "1234567")}, code: http2.ErrCodeFrameSize},
-		{name: "6.8 GOAWAY refuses later streams", client: true, play: []func(*wire){
-			clientOpen, clientOpen, clientOK, raw(http2.FrameGoAway, 0, 0, "\x00\x00\x00\x01\x00\x00\x00\x00"),
-		}, events: []string{"reset 3 REFUSED_STREAM refused", "goaway NO_ERROR"}, code: alive},
-		{name: "6.9 increment 0 on a stream", play: []func(*wire){open, accept, raw(http2.FrameWindowUpdate, 0, 1, "\x00\x00\x00\x00")}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, events: []string{"reset 1 PROTOCOL_ERROR"}, code: alive},
-		{name: "6.9 increment 0 on the connection", play: []func(*wire){raw(http2.FrameWindowUpdate, 0, 0, "\x00\x00\x00\x00")}, code: http2.ErrCodeProtocol},
-		{name: "6.9.1 stream window overflows", play: []func(*wire){open, accept, raw(http2.FrameWindowUpdate, 0, 1, "\x7f\xff\xff\xff")}, frames: []string{"RST_STREAM 1 FLOW_CONTROL_ERROR"}, events: []string{"reset 1 FLOW_CONTROL_ERROR"}, code: alive},
-		{name: "6.9.1 connection window overflows", play: []func(*wire){raw(http2.FrameWindowUpdate, 0, 0, "\x7f\xff\xff\xff")}, code: http2.ErrCodeFlowControl},
-		{name: "6.9.1 stream window exceeded", play: []func(*wire){open, accept, func(w *wire) {
-			for range 4 {
-				_ = w.fr.WriteData(1, false, make([]byte, 1<<20))
-			}
-			_ = w.fr.WriteData(1, false, []byte("x"))
-		}}, frames: []string{"RST_STREAM 1 FLOW_CONTROL_ERROR", "WINDOW_UPDATE 0 +4194305"}, events: []string{"reset 1 FLOW_CONTROL_ERROR"}, code: alive},
-		{name: "6.9.2 window overflows by SETTINGS", play: []func(*wire){
-			open, accept, raw(http2.FrameWindowUpdate, 0, 1, "\x7f\xff\x00\x00"), raw(http2.FrameSettings, 0, 0, "\x00\x04\x7f\xff\xff\xff"),
-		}, code: http2.ErrCodeFlowControl},
-		{name: "6.10 CONTINUATION without HEADERS", play: []func(*wire){raw(http2.FrameContinuation, http2.FlagContinuationEndHeaders, 1, "\x82")}, code: http2.ErrCodeProtocol},
-		{name: "6.10 CONTINUATION completes a block", play: []func(*wire){func(w *wire) {
-			b := w.block(":method", "CONNECT", ":authority", "a:1")
-			_ = w.fr.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: b[:1]})
-			_ = w.fr.WriteContinuation(1, false, b[1:2])
-			_ = w.fr.WriteContinuation(1, true, b[2:])
-		}}, events: []string{"request 1 a:1"}, code: alive},
-		{name: "8.1 response ends the stream", client: true, play: []func(*wire){clientOpen, func(w *wire) { w.headers(1, true, ":status", "503", "x-ztun-reason", "no") }}, events: []string{"response 1 503 no", "end 1"}, code: alive},
-		{name: "8.1 informational response", client: true, play: []func(*wire){clientOpen, func(w *wire) { w.headers(1, false, ":status", "103"); w.headers(1, false, ":status", "200") }}, events: []string{"response 1 200 "}, code: alive},
-		{name: "8.1 trailers end the stream", play: []func(*wire){open, accept, func(w *wire) { w.headers(1, true, "a", "b") }}, events: []string{"end 1"}, code: alive},
-		{name: "8.1 trailers without end", play: []func(*wire){open, accept, func(w *wire) { w.headers(1, false, "a", "b") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, events: []string{"reset 1 PROTOCOL_ERROR"}, code: alive},
-		{name: "8.1 trailers with a pseudo-header field", play: []func(*wire){open, accept, func(w *wire) { w.headers(1, true, ":method", "CONNECT") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, events: []string{"reset 1 PROTOCOL_ERROR"}, code: alive},
-		{name: "8.1 DATA before the response", client: true, play: []func(*wire){clientOpen, raw(http2.FrameData, 0, 1, "x")}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, events: []string{"reset 1 PROTOCOL_ERROR"}, code: alive},
-		{name: "8.2 upper case", play: []func(*wire){func(w *wire) { w.headers(1, false, ":method", "CONNECT", ":authority", "a:1", "Baggage", "x") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, code: alive},
-		{name: "8.2.2 connection-specific field", play: []func(*wire){func(w *wire) { w.headers(1, false, ":method", "CONNECT", ":authority", "a:1", "connection", "close") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, code: alive},
-		{name: "8.3 pseudo-header after field", play: []func(*wire){func(w *wire) { w.headers(1, false, ":method", "CONNECT", "a", "b", ":authority", "a:1") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, code: alive},
-		{name: "8.3.1 no path", play: []func(*wire){func(w *wire) { w.headers(1, true, ":method", "GET", ":authority", "a:1", ":scheme", "https") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, code: alive},
-		{name: "8.3.2 no status", client: true, play: []func(*wire){clientOpen, func(w *wire) { w.headers(1, false, "a", "b") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, events: []string{"reset 1 PROTOCOL_ERROR"}, code: alive},
-		{name: "8.5 with path", play: []func(*wire){func(w *wire) { w.headers(1, false, ":method", "CONNECT", ":authority", "a:1", ":path", "/") }}, frames: []string{"RST_STREAM 1 PROTOCOL_ERROR"}, code: alive},
-		{name: "8.5 other method", play: []func(*wire){func(w *wire) {
-			w.headers(1, true, ":method", "GET", ":authority", "a:1", ":path", "/", ":scheme", "https")
-		}}, frames: []string{"HEADERS 1 :status=400 end"}, code: alive},
-		{name: "8.5 no authority", play: []func(*wire){func(w *wire) { w.headers(1, false, ":method", "CONNECT") }}, frames: []string{"HEADERS 1 :status=400 end", "RST_STREAM 1 NO_ERROR"}, code: alive},
-		{name: "8.7 refused before the response", client: true, play: []func(*wire){clientOpen, raw(http2.FrameRSTStream, 0, 1, "\x00\x00\x00\x07")}, events: []string{"reset 1 REFUSED_STREAM refused"}, code: alive},
-		{name: "10.5 PING flood", play: []func(*wire){func(w *wire) {
-			for range floodBurst + 1 {
-				_ = w.fr.WritePing(false, [8]byte{})
-			}
-		}}, code: http2.ErrCodeEnhanceYourCalm},
-		{name: "10.5 SETTINGS flood", play: []func(*wire){func(w *wire) {
-			for range floodBurst + 1 {
-				_ = w.fr.WriteSettings()
-			}
-		}}, code: http2.ErrCodeEnhanceYourCalm},
-		{name: "10.5 empty DATA flood", play: []func(*wire){open, accept, func(w *wire) {
-			for range floodBurst + 1 {
-				_ = w.fr.WriteData(1, false, nil)
-			}
-		}}, code: http2.ErrCodeEnhanceYourCalm},
-		{name: "10.5 rapid reset", play: []func(*wire){func(w *wire) {
-			for id := uint32(1); id < 2*floodBurst+10; id += 2 {
-				w.connect(id)
-				_ = w.fr.WriteRSTStream(id, http2.ErrCodeCancel)
-			}
-		}}, events: []string{
-			"request 1 10.0.0.1:80", "reset 1 CANCEL", "request 3 10.0.0.1:80", "reset 3 CANCEL", "request 5 10.0.0.1:80", "reset 5 CANCEL",
-		}, code: http2.ErrCodeEnhanceYourCalm},
-		{name: "10.5 CONTINUATION flood", play: []func(*wire){func(w *wire) {
-			_ = w.fr.WriteHeaders(http2.HeadersFrameParam{StreamID: 1})
-			for range maxBlock {
-				_ = w.fr.WriteContinuation(1, false, nil)
-			}
-		}}, code: http2.ErrCodeEnhanceYourCalm},
-		{name: "10.5.1 header list too large", play: []func(*wire){func(w *wire) {
-			w.headers(1, false, ":method", "CONNECT", ":authority", "a:1", "baggage", strings.Repeat("\xff", 40<<10), "b", strings.Repeat("\xfe", 40<<10))
-		}}, frames: []string{"RST_STREAM 1 ENHANCE_YOUR_CALM"}, code: alive},
-	}
-	for _, tt := range tests {
-		t.Run(tt.name, func(t *testing.T) {
-			t.Parallel()
-			cfg := EngineConfig{Server: !tt.client}
-			if strings.HasPrefix(tt.name, "5.1.2") || strings.Contains(tt.name, "rapid") {
-				cfg.Settings.MaxStreams = 3
-			}
-			w := newWire(t, cfg)
-			w.frames()
-			for _, f := range tt.play {
-				f(w)
-			}
-			err := w.feed()
-			frames := w.frames()
-			if tt.code != alive {
-				var ce *ConnError
-				if !errors.As(err, &ce) || ce.Code != tt.code {
-					t.Fatalf("Feed = %v, want code %v", err, tt.code)
-				}
-				last := frames[len(frames)-1]
-				if !strings.HasPrefix(last, "GOAWAY 0 ") || !strings.HasSuffix(last, tt.code.String()) {
-					t.Errorf("last frame is %q, want GOAWAY with %v", last, tt.code)
-				}
-				if err2 := w.eng.Feed([]byte("x"), t0); !errors.Is(err2, err) {
-					t.Errorf("Feed after the end = %v, want %v", err2, err)
-				}
-			} else {
-				if err != nil {
-					t.Fatalf("Feed: %v", err)
-				}
-				if diff := cmp.Diff(tt.frames, frames); diff != "" {
-					t.Errorf("frames (-want +got):\n%s", diff)
-				}
-			}
-			if tt.events != nil || tt.code == alive {
-				if diff := cmp.Diff(tt.events, w.rec.take()); diff != "" {
-					t.Errorf("events (-want +got):\n%s", diff)
-				}
-			}
-		})
-	}
-}
-
-// alive is the code of a connection that did not end.
-const alive = ^http2.ErrCode(0)
 
 func TestEngineRequestHeaders(t *testing.T) {
 	h := Headers{Forwarded: `for="10.244.2.9:41234"`, Traceparent: "00-1-2-00"}

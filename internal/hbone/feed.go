@@ -178,7 +178,9 @@ func (e *Engine) startFrame() error {
 		if err := e.suffer(); err != nil {
 			return err
 		}
-	case http2.FrameRSTStream, http2.FrameSettings, http2.FramePing, http2.FrameGoAway, http2.FrameWindowUpdate:
+	case http2.FrameSettings:
+		limit = maxSettings
+	case http2.FrameRSTStream, http2.FramePing, http2.FrameGoAway, http2.FrameWindowUpdate:
 	case http2.FramePushPromise:
 		return protocolError("PUSH_PROMISE was not allowed")
 	default:
@@ -292,6 +294,9 @@ func (e *Engine) suffer() error {
 func (e *Engine) refuse(id uint32, code http2.ErrCode) {
 	e.writeReset(id, code)
 	e.acks += headerLen + 4
+	if code != http2.ErrCodeNo {
+		e.ev.StreamFault(code)
+	}
 }
 
 // controlFrame handles the whole frame, or header block, in e.buf.
@@ -316,7 +321,7 @@ func (e *Engine) controlFrame() error {
 	case *http2.PingFrame:
 		return e.ping(f)
 	case *http2.GoAwayFrame:
-		e.goAway(f)
+		return e.goAway(f)
 	case *http2.WindowUpdateFrame:
 		return e.windowUpdate(f)
 	case *http2.RSTStreamFrame:
@@ -421,7 +426,7 @@ func (e *Engine) ping(f *http2.PingFrame) error {
 	return nil
 }
 
-func (e *Engine) goAway(f *http2.GoAwayFrame) {
+func (e *Engine) goAway(f *http2.GoAwayFrame) error {
 	e.goneAway = true
 	code := f.ErrCode
 	if !e.cfg.Server {
@@ -433,6 +438,7 @@ func (e *Engine) goAway(f *http2.GoAwayFrame) {
 		}
 	}
 	e.ev.PeerGoAway(code)
+	return e.suffer()
 }
 
 func (e *Engine) windowUpdate(f *http2.WindowUpdateFrame) error {

@@ -189,7 +189,7 @@ func (p *Pool) dial(ctx context.Context, pt *pooled) error {
 		return fail(PhaseHandshake, err)
 	}
 	startTunnel(tunnelConfig{
-		group: p.cfg.Group, link: l, settings: p.cfg.Settings, owner: pt, peer: peer, buffers: p.bufs, budget: p.cfg.Budget,
+		group: p.cfg.Group, link: l, settings: p.cfg.Settings, owner: pt, peer: peer, buffers: p.bufs, budget: p.cfg.Budget, metrics: p.cfg.Metrics,
 		age:    ageLimit(p.cfg.Group.Now(), p.cfg.MaxAge, pt.leaf, l.peerLeaf()),
 		settle: max(time.Millisecond, p.cfg.HandshakeTimeout-p.cfg.Group.Now().Sub(start)),
 		failed: func() { p.dialFailed(e, fail(PhaseHandshake, loop.ErrStopped)) },

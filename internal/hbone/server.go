@@ -95,7 +95,7 @@ func (s *Server) setUp(ctx context.Context, a *arrival) error {
 	l.buffers = s.bufs
 	startTunnel(tunnelConfig{
 		group: s.cfg.Group, link: l, server: true, settings: s.cfg.Settings, owner: (*serverOwner)(s), peer: peer,
-		buffers: s.bufs, budget: s.cfg.Budget, settle: timeLeft(), age: age, failed: func() { s.setUpDone(a, loop.ErrStopped) },
+		buffers: s.bufs, budget: s.cfg.Budget, metrics: s.cfg.Metrics, settle: timeLeft(), age: age, failed: func() { s.setUpDone(a, loop.ErrStopped) },
 	}, func(t *tunnel) {
 		s.mu.Lock()
 		s.tunnels[t] = struct{}{}

@@ -54,6 +54,7 @@ type tunnel struct {
 	ended   bool      // what is left is to close the link, and streams that were received in full
 	cutting bool      // nothing is left
 	parent  *loop.Ref // of the tunnel that carries it, or nil
+	metrics *Metrics
 	meter   meter
 	settle  *loop.Timer // until the peer's SETTINGS arrive
 }
@@ -70,6 +71,7 @@ type tunnelConfig struct {
 	peer     workload.Identity
 	buffers  *buffers
 	budget   *loop.Budget
+	metrics  *Metrics
 	settle   time.Duration // for the peer's SETTINGS
 	failed   func()
 	age      time.Duration // after which it takes no new streams; 0: any
@@ -87,6 +89,7 @@ func startTunnel(cfg tunnelConfig, ready func(t *tunnel)) {
 		remote:  cfg.link.conn.RemoteAddr(),
 		streams: make(map[uint32]*stream),
 		account: loop.NewAccount(cfg.budget),
+		metrics: cfg.metrics,
 		parent:  carrier(cfg.link.conn),
 	}
 	start := func(r *loop.Ref) loop.Task {
@@ -201,6 +204,9 @@ func (t *tunnel) settleAccount() {
 func (t *tunnel) receive(budget int) (plain []byte, more bool) {
 	plain, again, err := t.link.read(t.buffers.get(), t.ref.Scratch(), budget)
 	if ferr := t.eng.Feed(plain, t.ref.Now()); ferr != nil {
+		if ce, ok := errors.AsType[*ConnError](ferr); ok {
+			t.metrics.fault(t.eng.cfg.Server, "connection", ce.Code)
+		}
 		t.die(ferr)
 		return plain, false
 	}
@@ -484,6 +490,10 @@ func (t *tunnelEvents) StreamReset(id uint32, code http2.ErrCode, refused bool) 
 		err = errRefused
 	}
 	s.wasReset(code, err)
+}
+
+func (t *tunnelEvents) StreamFault(code http2.ErrCode) {
+	t.metrics.fault(t.eng.cfg.Server, "stream", code)
 }
 
 func (t *tunnelEvents) StreamWritable(id uint32) {

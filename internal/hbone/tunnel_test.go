@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/net/http2"
 
 	"ztun.dev/ztun/internal/loop"
@@ -780,24 +781,96 @@ func TestTunnelChoppy(t *testing.T) {
 	}
 }
 
-// TestTunnelBadPeer: a peer that breaks the protocol is told so and loses its tunnel; the server goes on.
+// counted is what a registry holds, by its labels in the order of their names.
+// counted is what a registry holds, by its labels in the order of their names.
+func counted(t *testing.T, reg *prometheus.Registry) map[string]float64 {
+	t.Helper()
+	families, err := reg.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := make(map[string]float64)
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			var labels []string
+			for _, l := range m.GetLabel() {
+				labels = append(labels, l.GetValue())
+			}
+			got[strings.Join(labels, " ")] = m.GetCounter().GetValue()
+		}
+	}
+	return got
+}
+
+// TestTunnelBadPeer: a peer that breaks the protocol loses its tunnel, or its stream, and that is counted. The tunnel of another
+// peer, which has a pool of its own, goes on.
 func TestTunnelBadPeer(t *testing.T) {
-	ms := newMesh(t, meshConfig{})
-	s := ms.mustOpen()
-	var atClient error
-	s.Ref().Post(func() {
-		startEcho(s, &atClient)
-		t := s.(*stream).t
-		t.eng.control(appendHeader(nil, 0, http2.FrameData, 0, 0))
-		t.kick()
-	})
-	ms.m.Settle()
-	if !errors.Is(atClient, loop.ErrReset) {
-		t.Errorf("the stream read %v, want a reset", atClient)
+	for _, tt := range []struct {
+		name        string
+		scope, code string
+		sin         func(e *Engine, id uint32)
+	}{
+		{"DATA on stream 0", "connection", "PROTOCOL_ERROR", func(e *Engine, _ uint32) { e.control(appendHeader(nil, 0, http2.FrameData, 0, 0)) }},
+		{"window overflow", "connection", "FLOW_CONTROL_ERROR", func(e *Engine, _ uint32) { must(e.framer.WriteWindowUpdate(0, maxWindow)) }},
+		{"frame of wrong length", "connection", "FRAME_SIZE_ERROR", func(e *Engine, _ uint32) {
+			e.control(append(appendHeader(nil, 1, http2.FramePing, 0, 0), 0))
+		}},
+		{"PING flood", "connection", "ENHANCE_YOUR_CALM", func(e *Engine, _ uint32) {
+			for range floodBurst + 1 {
+				must(e.framer.WritePing(false, [8]byte{}))
+			}
+		}},
+		{"rapid reset", "connection", "ENHANCE_YOUR_CALM", func(e *Engine, _ uint32) {
+			for range floodBurst + 1 {
+				id, err := e.Open("a:1", Headers{})
+				must(err)
+				e.Reset(id, http2.ErrCodeCancel)
+			}
+		}},
+		{"window overflow of a stream", "stream", "FLOW_CONTROL_ERROR", func(e *Engine, id uint32) { must(e.framer.WriteWindowUpdate(id, maxWindow)) }},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			reg := prometheus.NewRegistry()
+			metrics, err := NewMetrics(reg)
+			if err != nil {
+				t.Fatal(err)
+			}
+			ms := newMesh(t, meshConfig{server: ServerConfig{Metrics: metrics}})
+			good := ms.mustOpen()
+			ms.target.PeerUID = "another tunnel"
+			s := ms.mustOpen()
+			var atClient error
+			s.Ref().Post(func() {
+				startEcho(s, &atClient)
+				u := s.(*stream).t
+				tt.sin(u.eng, s.(*stream).id)
+				u.kick()
+			})
+			ms.m.Settle()
+			if !errors.Is(atClient, loop.ErrReset) {
+				t.Errorf("the stream read %v, want a reset", atClient)
+			}
+			want := 2
+			if tt.scope == "connection" {
+				want = 1
+			}
+			if n := ms.server.Tunnels(); n != want {
+				t.Errorf("%d tunnels, want %d", n, want)
+			}
+			if got := counted(t, reg); got[tt.code+" inbound "+tt.scope] != 1 {
+				t.Errorf("counted %v, want 1 %s of the %s", got, tt.code, tt.scope)
+			}
+			ms.do(func(ctx context.Context) {
+				view(ctx, good, func(c *loop.Blocked) {
+					_, _ = c.Write([]byte("as before"))
+					b := make([]byte, 9)
+					if _, err := io.ReadFull(c, b); err != nil || string(b) != "as before" {
+						t.Errorf("the other tunnel: %q, %v", b, err)
+					}
+				})
+			})
+			again := ms.mustOpen()
+			again.Ref().Post(func() { _ = again.Close() })
+		})
 	}
-	if ms.server.Tunnels() != 0 {
-		t.Error("the tunnel lives on")
-	}
-	again := ms.mustOpen()
-	again.Ref().Post(func() { _ = again.Close() })
 }

@@ -32,6 +32,7 @@ import (
 	"ztun.dev/ztun/internal/admin"
 	"ztun.dev/ztun/internal/ca"
 	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/internal/hbone"
 	"ztun.dev/ztun/internal/identity"
 	"ztun.dev/ztun/internal/loop"
 	"ztun.dev/ztun/internal/telemetry"
@@ -67,6 +68,7 @@ type Node struct {
 	gate       gate
 	admin      *admin.Server
 	registry   *prometheus.Registry
+	tunnels    *hbone.Metrics
 	metrics    *metrics
 
 	processors sync.Mutex // held while GOMAXPROCS is another than usual

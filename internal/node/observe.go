@@ -11,6 +11,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"ztun.dev/ztun/internal/admin"
+	"ztun.dev/ztun/internal/hbone"
 	"ztun.dev/ztun/internal/telemetry"
 	"ztun.dev/ztun/internal/workload"
 	"ztun.dev/ztun/proxy"
@@ -29,6 +30,9 @@ func (n *Node) observe(o Options) (err error) {
 		Store: &n.store, DropLabels: n.cfg.MetricsDropLabels, Fields: n.cfg.AccessLogFields, Classify: proxy.ClassifyError,
 	})
 	if err != nil {
+		return err
+	}
+	if n.tunnels, err = hbone.NewMetrics(n.registry); err != nil {
 		return err
 	}
 	n.metrics = newMetrics(n.registry, n)

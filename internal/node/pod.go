@@ -186,7 +186,7 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, l
 	l.pool, err = hbone.NewPool(hbone.PoolConfig{
 		Group: n.group, Dialer: peers{u}, TLS: n.clientTLS(self), Log: l.log, Settings: settings,
 		MaxAge: n.cfg.MaxConnectionAge, MaxStreams: int(n.cfg.PoolMaxStreams), IdleRelease: n.cfg.PoolUnusedRelease,
-		ConnectTimeout: n.cfg.ConnectTimeout, HandshakeTimeout: n.cfg.HandshakeTimeout, ResponseTimeout: n.cfg.ResponseTimeout, Budget: n.budget,
+		ConnectTimeout: n.cfg.ConnectTimeout, HandshakeTimeout: n.cfg.HandshakeTimeout, ResponseTimeout: n.cfg.ResponseTimeout, Budget: n.budget, Metrics: n.tunnels,
 	})
 	if err != nil {
 		return nil, err
@@ -207,7 +207,7 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, l
 	l.proxy = px
 	l.server, err = hbone.NewServer(hbone.ServerConfig{
 		Group: n.group, TLS: n.serverTLS(self), Handler: px, Refused: px.Refused, Log: l.log, HandshakeTimeout: n.cfg.HandshakeTimeout, Settings: settings,
-		MaxAge: n.cfg.MaxConnectionAge, Resume: l.listener.Resume, Budget: n.budget,
+		MaxAge: n.cfg.MaxConnectionAge, Resume: l.listener.Resume, Budget: n.budget, Metrics: n.tunnels,
 	})
 	if err == nil {
 		l.listener.Limit(l.server.Accepting)
