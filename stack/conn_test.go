@@ -21,6 +21,8 @@ import (
 	"ztun.dev/ztun/internal/loop"
 )
 
+// TestConnIsANetConn runs all of nettest over a blocking view of a netstack connection and the application's socket. A net.Conn has no
+// half-close and no reset: TestHalfClose and TestReset have them.
 func TestConnIsANetConn(t *testing.T) {
 	for kind := range devices {
 		t.Run(kind, func(t *testing.T) {

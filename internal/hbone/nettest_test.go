@@ -10,7 +10,8 @@ import (
 	"golang.org/x/net/nettest"
 )
 
-// TestStreamIsNetConn runs nettest over blocking views of both ends of a stream.
+// TestStreamIsNetConn runs all of nettest over blocking views of both ends of a stream. A net.Conn has no half-close and no reset:
+// TestTunnelEnds and TestStreamResetRead have them.
 func TestStreamIsNetConn(t *testing.T) {
 	accepted := make(chan Stream, 1)
 	tm := newThreadMesh(t, handlerFunc(func(_ context.Context, r *Request) {

@@ -22,6 +22,7 @@ func startGroup(t testing.TB, loops int) *Group {
 	return startLoops(t, loops, 0)
 }
 
+// TestBlockingViewsBehaveAsNetConns runs all of nettest over blocking views of a Pipe, the model of every other Conn.
 func TestBlockingViewsBehaveAsNetConns(t *testing.T) {
 	g := startGroup(t, 2)
 	nettest.TestConn(t, func() (net.Conn, net.Conn, func(), error) {

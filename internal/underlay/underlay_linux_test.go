@@ -121,6 +121,8 @@ func listen(t *testing.T, u *Underlay, addr string) (netip.AddrPort, <-chan loop
 	return a, conns
 }
 
+// TestNetnsConnsBehaveAsNetConns runs all of nettest over blocking views of kernel connections. A net.Conn has no half-close and no
+// reset: TestNetnsHalfCloseAndReset has them.
 func TestNetnsConnsBehaveAsNetConns(t *testing.T) {
 	for _, addr := range []string{"127.0.0.1", "::1"} {
 		t.Run(addr, func(t *testing.T) {
