@@ -637,7 +637,9 @@ func FuzzEngineFeed(f *testing.F) {
 	f.Fuzz(func(t *testing.T, server bool, cut uint8, p []byte) {
 		run := func(cut int) (*recorder, []byte, error) {
 			rec := newRecorder()
-			e := NewEngine(EngineConfig{Server: server}, rec, t0)
+			app := &eager{recorder: rec}
+			e := NewEngine(EngineConfig{Server: server}, app, t0)
+			app.e = e
 			if !server {
 				_, _ = e.Open("a:1", Headers{})
 			}
@@ -646,10 +648,21 @@ func FuzzEngineFeed(f *testing.F) {
 				if cut > 0 {
 					n = min(n, cut)
 				}
-				if err := e.Feed(rest[:n], t0); err != nil {
+				err := e.Feed(rest[:n], t0)
+				if held, most := cap(e.buf), 4*(64<<10); held > most {
+					t.Fatalf("%d bytes are kept of frames", held)
+				}
+				if err != nil {
+					var ce *ConnError
+					if !errors.As(err, &ce) || !bytes.Contains(e.Output(), []byte(ce.Reason)) {
+						t.Fatalf("%v, and no GOAWAY that says so", err)
+					}
 					return rec, e.Output(), err
 				}
 				rest = rest[n:]
+			}
+			if n := len(e.streams); server && n > int(e.cfg.Settings.MaxStreams) {
+				t.Fatalf("%d streams", n)
 			}
 			return rec, e.Output(), nil
 		}
@@ -670,4 +683,21 @@ func FuzzEngineFeed(f *testing.F) {
 			t.Fatalf("%d bytes of output for %d of input", len(out), len(p))
 		}
 	})
+}
+
+// eager is a recorder that accepts every request and takes all data at once.
+type eager struct {
+	*recorder
+	e *Engine
+}
+
+func (r *eager) StreamRequest(id uint32, authority string, h Headers) {
+	r.recorder.StreamRequest(id, authority, h)
+	_ = r.e.Respond(id, 200, Headers{}, false)
+	r.e.SetupDone(id)
+}
+
+func (r *eager) StreamData(id uint32, p []byte) {
+	r.recorder.StreamData(id, p)
+	r.e.Took(id, len(p))
 }
