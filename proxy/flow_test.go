@@ -106,19 +106,54 @@ func TestResetWhileNothingMoves(t *testing.T) {
 }
 
 func TestSlowUpstreamGetsNoAnswer(t *testing.T) {
-	b := newBench(t, newMesh())
-	b.net.never = map[netip.AddrPort]bool{netip.MustParseAddrPort("1.2.3.4:80"): true}
-	req := request("1.2.3.4:80")
-	b.ServeTCP(t.Context(), req)
-	b.Advance(9 * time.Second)
-	if req.answer != "" {
-		t.Fatalf("answered by %q before the limit", req.answer)
-	}
-	b.Advance(2 * time.Second)
-	b.Settle()
-	if req.answer != "nothing" {
-		t.Errorf("after the limit: %q, want the attempt dropped without an answer", req.answer)
-	}
+	t.Run("FP-15", func(t *testing.T) {
+		b := newBench(t, newMesh())
+		b.net.never = map[netip.AddrPort]bool{netip.MustParseAddrPort("1.2.3.4:80"): true}
+		req := request("1.2.3.4:80")
+		b.ServeTCP(t.Context(), req)
+		b.Advance(9 * time.Second)
+		if req.answer != "" {
+			t.Fatalf("answered by %q before the limit", req.answer)
+		}
+		b.Advance(2 * time.Second)
+		b.Settle()
+		if req.answer != "nothing" {
+			t.Errorf("after the limit: %q, want the attempt dropped without an answer", req.answer)
+		}
+	})
+}
+
+// Flows that would lead the proxy to itself are refused, all of them counted and few of them logged.
+func TestSelfCalls(t *testing.T) {
+	t.Run("FP-102", func(t *testing.T) {
+		b := newBench(t, newMesh())
+		call := func(n int) {
+			for range n {
+				req := inboundRequest("10.244.9.9:1234", "10.244.0.5:15006")
+				b.ServeTCP(t.Context(), req)
+				b.Settle()
+				if req.answer != "RST" {
+					t.Errorf("answer %q, want RST", req.answer)
+				}
+			}
+		}
+		call(3)
+		b.Advance(59 * time.Second)
+		call(4)
+		b.Advance(time.Second)
+		call(2)
+		if s := b.records.Stats(); s.Failed != 9 || s.Opened != 0 {
+			t.Errorf("%+v, want 9 early failures", s)
+		}
+		lines := strings.Split(strings.TrimSuffix(b.lines(t), "\n"), "\n")
+		if len(lines) != 2 || len(b.net.dials) != 0 {
+			t.Fatalf("%d lines and %d connections, want a line each minute:\n%s", len(lines), len(b.net.dials), strings.Join(lines, "\n"))
+		}
+		const text = `src.addr=10.244.9.9:1234 dst.addr=10.244.0.5:15006 direction="inbound" error="attempted recursive call to ourselves"`
+		if !strings.HasSuffix(lines[0], text) || !strings.HasSuffix(lines[1], text+" suppressed=6") {
+			t.Errorf("lines\n%s\nwant\n%s\nand the second with suppressed=6", strings.Join(lines, "\n"), text)
+		}
+	})
 }
 
 func TestAnotherEndpointIsTried(t *testing.T) {

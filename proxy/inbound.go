@@ -122,7 +122,7 @@ func (p *Proxy) inbound(ctx context.Context, req stack.TCPRequest) {
 	f := req.Flow()
 	facts := telemetry.Facts{Direction: telemetry.Inbound, Src: f.Src, Dst: f.Dst, OriginalDst: f.Dst, AppDst: f.Dst}
 	fail := func(err error) {
-		p.cfg.Records.Fail(facts, err)
+		p.fail(facts, err)
 		req.Reset()
 	}
 	if illegalPort(f.Dst.Port()) {
@@ -191,7 +191,7 @@ func (p *Proxy) Refused(local, remote netip.AddrPort, err error) {
 	if bad, ok := errors.AsType[*hbone.RequestError](err); ok {
 		err = reject(http.StatusBadRequest, "%s", bad.Reason)
 	}
-	p.cfg.Records.Fail(telemetry.Facts{Direction: telemetry.Inbound, Src: unmapped(remote), OriginalDst: unmapped(local)}, err)
+	p.fail(telemetry.Facts{Direction: telemetry.Inbound, Src: unmapped(remote), OriginalDst: unmapped(local)}, err)
 }
 
 // ServeConnect implements hbone.Handler: the set-up of a stream to the pod. The 200 is sent once the application has accepted.
@@ -201,7 +201,7 @@ func (p *Proxy) ServeConnect(ctx context.Context, r *hbone.Request) {
 		HBONEAddr: r.Authority, SrcIdentity: r.Peer, ForwardedHost: forwardedHost(r.Headers.Forwarded),
 	}
 	early := func(err error) {
-		p.cfg.Records.Fail(facts, err)
+		p.fail(facts, err)
 		status := http.StatusServiceUnavailable
 		if rej, ok := errors.AsType[*rejection](err); ok {
 			status = rej.status

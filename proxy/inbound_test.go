@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"math/rand/v2"
 	"net/netip"
 	"strings"
 	"syscall"
@@ -308,6 +309,114 @@ func FuzzClaimed(f *testing.F) {
 			if len(v) > maxClaim || strings.ContainsFunc(v, func(r rune) bool { return r < ' ' || r > '~' }) {
 				t.Errorf("%q of %q", v, s)
 			}
+		}
+	})
+}
+
+// Of what a peer says of itself only what its certificate proves counts.
+func TestPeersAreWhoTheyProve(t *testing.T) {
+	const lie = "k8s.namespace.name=trusted,k8s.deployment.name=boss,service.name=boss"
+	trusted := workload.Identity{TrustDomain: "cluster.local", Namespace: "trusted", ServiceAccount: "boss"}
+	allow := func(m workload.Match) *workload.Policy {
+		p := only("")
+		p.Groups = []workload.Group{{{m}}}
+		return p
+	}
+	tests := []struct {
+		name   string
+		policy *workload.Policy
+	}{
+		{"FP-101 by principal", only(trusted.Principal())},
+		{"FP-101 by namespace", allow(workload.Match{Namespaces: []workload.StringMatch{{Value: "trusted"}}})},
+		{"FP-101 by address", allow(workload.Match{SourceIPs: []netip.Prefix{netip.MustParsePrefix("10.66.0.0/16")}})},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			m := newMesh()
+			m.more.Workloads = append(m.more.Workloads, pod0("boss", "10.66.0.1"))
+			m.more.Policies = []*workload.Policy{tt.policy}
+			p := newPeer(t, m, somebody)
+			_, err := p.open(t, "10.244.0.5:8080", hbone.Headers{Baggage: lie, Forwarded: `for="10.66.0.1:1234";host=web.default.svc.cluster.local`})
+			status, ok := errors.AsType[*hbone.StatusError](err)
+			if !ok || status.Code != 401 || len(p.net.dials) != 0 {
+				t.Errorf("open: %v, and the application saw %v; want it denied", err, p.net.dials)
+			}
+			line := p.lines(t)
+			if !strings.Contains(line, `src.identity="spiffe://cluster.local/ns/default/sa/somebody"`) || !strings.Contains(line, "src.addr=10.244.9.9:41000") {
+				t.Errorf("line %q, want what was proven", line)
+			}
+		})
+	}
+}
+
+// Whatever a peer says, a connection has one line, of bounded length.
+func TestHeadersOfPeersAreBounded(t *testing.T) {
+	t.Run("FP-101", func(t *testing.T) {
+		p := newPeer(t, newMesh(), somebody)
+		random := rand.New(rand.NewPCG(1, 2))
+		keys := []string{"k8s.cluster.name", "k8s.namespace.name", "k8s.deployment.name", "service.name", "service.version", "cloud.region", "cloud.availability_zone"}
+		junk := func() string {
+			b := make([]byte, random.IntN(3000))
+			for i := range b {
+				if b[i] = byte(0x20 + random.IntN(0x5f)); random.IntN(20) == 0 {
+					b[i] = "\",;=%\\\t"[random.IntN(7)]
+				}
+			}
+			return string(b)
+		}
+		const count = 300
+		for i := range count {
+			var entries []string
+			for _, k := range keys {
+				value := junk()
+				if random.IntN(2) == 0 {
+					value = value[:min(len(value), 250)]
+				}
+				if random.IntN(4) == 0 {
+					value += []string{"%0a", "%1b[2J", "%e2%80%ae", "%00", `"`, "%22 level=%22"}[random.IntN(6)]
+				}
+				entries = append(entries, k+"="+value)
+			}
+			h := hbone.Headers{Baggage: strings.Join(entries, ","), Forwarded: "for=" + junk() + ";host=" + junk(), Traceparent: junk(), ForwardedNetwork: junk()}
+			authority := "10.244.0.5:8080"
+			if i%3 == 0 {
+				authority = junk() + ":80"
+			}
+			if s, err := p.open(t, authority, h); err == nil {
+				s.Ref().Post(func() { s.Reset() })
+			}
+		}
+		p.Settle()
+		lines := strings.Split(strings.TrimSuffix(p.lines(t), "\n"), "\n")
+		if s := p.records.Stats(); s.Opened+s.Failed > count || s.Opened == 0 || s.Failed == 0 || len(lines) != int(s.Opened+s.Failed) {
+			t.Errorf("%d lines for %+v of %d requests", len(lines), s, count)
+		}
+		for _, line := range lines {
+			// Seven values of up to 256 bytes, and an authority or a hostname, each escaped.
+			if strings.ContainsFunc(line, func(r rune) bool { return r < ' ' && r != '\t' || r > '~' }) || strings.Count(line, "\t") != 4 || len(line) > 6000 {
+				t.Errorf("line of %d bytes: %q", len(line), line)
+			}
+		}
+	})
+}
+
+// No authority leads elsewhere than to the pod.
+func TestOddAuthorities(t *testing.T) {
+	t.Run("FP-16", func(t *testing.T) {
+		p := newPeer(t, newMesh(), somebody)
+		for _, authority := range []string{
+			"0.0.0.0:80", "255.255.255.255:80", "10.244.255.255:80", "224.0.0.1:80", "127.0.0.1:80", "[::]:80", "[::1]:80", "[ff02::1]:80", "[fe80::1%25eth0]:80",
+			"[::ffff:127.0.0.1]:80", "169.254.169.254:80", "240.0.0.1:80", "10.244.0.5:0", "10.244.0.5:65536", "10.244.0.5:-1", "10.244.0.5:", ":80", "localhost:80",
+			"0:80", "0x7f000001:80", "127.1:80", "10.244.0.5:15001", "10.244.0.5:15006", "10.244.0.5:15008", "[::ffff:10.244.0.5]:15008", "10.244.0.5:080808", "*:80",
+		} {
+			_, err := p.open(t, authority, hbone.Headers{})
+			status, ok := errors.AsType[*hbone.StatusError](err)
+			if !ok || status.Code != 400 && status.Code != 503 {
+				t.Errorf("%s: %v, want it refused", authority, err)
+			}
+		}
+		if len(p.net.dials) != 0 {
+			t.Errorf("connections were made: %v", p.net.dials)
 		}
 	})
 }

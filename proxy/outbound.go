@@ -21,7 +21,7 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 	facts := telemetry.Facts{Direction: telemetry.Outbound, Src: f.Src, OriginalDst: f.Dst}
 	self, state, err := p.self(ctx)
 	if err != nil {
-		p.cfg.Records.Fail(facts, err)
+		p.fail(facts, err)
 		req.Reset()
 		return
 	}
@@ -64,7 +64,7 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 	}
 	answer(req, failed)
 	if conn == nil {
-		p.cfg.Records.Fail(facts, failed)
+		p.fail(facts, failed)
 		return
 	}
 	conn.Finish(failed)

@@ -84,6 +84,7 @@ type Proxy struct {
 	questionsRefused atomic.Uint64
 	strays           atomic.Uint64
 	draining         atomic.Bool
+	selfCalls        occasional
 }
 
 var (

@@ -92,7 +92,7 @@ func (p *packet) parse(b []byte, n int) (DropReason, bool) {
 		return DropMalformed, false
 	}
 	if !src.IsValid() || src.IsUnspecified() || src.IsLoopback() || src.IsMulticast() || src == broadcast ||
-		dst.IsUnspecified() || dst.IsLoopback() {
+		dst.IsUnspecified() || dst.IsLoopback() || p.proto == TCP && (dst.IsMulticast() || dst == broadcast) { // RFC 9293, section 3.9.2.3
 		return DropMartian, false
 	}
 	if p.fragment {

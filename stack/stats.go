@@ -12,7 +12,7 @@ type DropReason uint8
 const (
 	DropMalformed DropReason = iota // cannot be parsed, or contradicts itself
 	DropChecksum                    // wrong sum
-	DropMartian                     // an address that no packet may carry there: loopback, unspecified, multicast source
+	DropMartian                     // an address that no packet may carry there: loopback, unspecified, multicast source, with TCP any multicast
 	DropProtocol                    // neither TCP nor UDP, or an IPv6 extension header
 	DropFragment                    // a fragment of anything but UDP
 	DropTooLong                     // longer than an IP packet can be

@@ -120,6 +120,90 @@ func TestPoolSharesTunnels(t *testing.T) {
 	t.Run("DP-76 3 sources with 100 streams each", func(t *testing.T) { sources(t, 3, 300) })
 }
 
+// TestPoolDials: tunnels are made a few at a time for each destination, by nobody who holds others up.
+func TestPoolDials(t *testing.T) {
+	// slowly is a Dialer that takes a while, and counts.
+	slowly := func(ms *mesh, now, most, all *int) Dialer {
+		dial := ms.pool.cfg.Dialer
+		return dialFunc(func(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) {
+			*now++
+			*all++
+			*most = max(*most, *now)
+			ctx2, cancel := ms.m.Group().WithTimeout(ctx, 50*time.Millisecond)
+			defer cancel()
+			_ = loop.Await(ctx2, func(func()) {})
+			*now--
+			return dial.Dial(ctx, dst)
+		})
+	}
+	for _, tt := range []struct {
+		name       string
+		peer       uint32 // how many streams of a tunnel it takes
+		need, most int    // tunnels
+	}{
+		{"FP-13 1000 streams at once", 200, 10, 10},
+		{"FP-13 1000 streams at once, of which the peer takes 20 for each tunnel", 20, 50, 50 + maxDials},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			ms := newMesh(t, meshConfig{server: ServerConfig{Settings: Settings{MaxStreams: tt.peer}}})
+			var now, most, all int
+			ms.pool.cfg.Dialer = slowly(ms, &now, &most, &all)
+			open := ms.openMany(1000)
+			for range 100 {
+				ms.m.Advance(100 * time.Millisecond)
+			}
+			if len(open) != 0 {
+				t.Fatalf("%d streams were open before a tunnel was there", len(open))
+			}
+			if st := ms.pool.Stats(); st.Streams != 1000 || st.Waiters != 0 || most > maxDials {
+				t.Errorf("%+v, up to %d tunnels were made at once; want 1000 streams, and at most %d", st, most, maxDials)
+			}
+			if all < tt.need || all > tt.most {
+				t.Errorf("%d tunnels were made, want %d, and at most %d", all, tt.need, tt.most)
+			}
+		})
+	}
+	t.Run("FP-12 a destination that says nothing", func(t *testing.T) {
+		ms := newMesh(t, meshConfig{})
+		dead := netip.MustParseAddrPort("10.0.9.9:15008")
+		dial := ms.pool.cfg.Dialer
+		ms.pool.cfg.Dialer = dialFunc(func(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) {
+			if dst == dead {
+				return nil, loop.Await(ctx, func(func()) {})
+			}
+			return dial.Dial(ctx, dst)
+		})
+		failed, opened := 0, 0
+		open := func(to netip.AddrPort) {
+			target := ms.target
+			target.NextHop = to
+			ms.m.Group().Go(context.Background(), func(ctx context.Context) {
+				if _, err := ms.pool.Open(ctx, target); err == nil {
+					opened++
+				} else {
+					failed++
+				}
+			})
+		}
+		for range 500 {
+			open(dead)
+		}
+		ms.m.Settle()
+		const healthy = 100
+		for i := range healthy {
+			open(netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 2, byte(i)}), Port))
+		}
+		ms.m.Settle() // no time passes
+		if opened != healthy || failed != 0 {
+			t.Errorf("%d streams were opened and %d failed while one destination is waited for, want %d and none", opened, failed, healthy)
+		}
+		ms.m.Advance(11 * time.Second)
+		if failed != 500 || opened != healthy {
+			t.Errorf("%d failed after the time limit, want the 500 to the dead destination", failed)
+		}
+	})
+}
+
 // TestPoolIdleRelease: a tunnel without a stream is closed after a while, one with a stream never.
 func TestPoolIdleRelease(t *testing.T) {
 	t.Run("DP-77", func(t *testing.T) {

@@ -14,7 +14,11 @@ import (
 	"ztun.dev/ztun/internal/lab"
 )
 
-func TestNetnsFailuresAreSeenAsSuch(t *testing.T) { eachBackend(t, checkFailuresAreSeenAsSuch) }
+func TestNetnsFailuresAreSeenAsSuch(t *testing.T) {
+	eachBackend(t, func(t *testing.T, b *bed) {
+		t.Run("FP-15 D26", func(t *testing.T) { checkFailuresAreSeenAsSuch(t, b) })
+	})
+}
 
 func checkFailuresAreSeenAsSuch(t *testing.T, b *bed) {
 	a, z := b.start(0), b.start(1)

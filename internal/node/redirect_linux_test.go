@@ -71,26 +71,6 @@ func TestNetnsRedirectLeavesAlone(t *testing.T) {
 	}
 }
 
-// Nobody reaches the proxy's own ports through it.
-func TestNetnsRedirectRefusesItself(t *testing.T) {
-	b := newBedWith(t, config.CaptureRedirect)
-	a := b.start(0)
-	z := b.start(1)
-	for _, port := range []uint16{outboundPort, inboundPort} {
-		for _, to := range append(each(b.pods[webB], port), addrPort(netip.AddrFrom4([4]byte{127, 0, 0, 1}), port), addrPort(netip.IPv6Loopback(), port)) {
-			from := b.pods[plainB]
-			if netip.MustParseAddrPort(to).Addr().IsLoopback() {
-				from = b.pods[webB]
-			}
-			start := time.Now()
-			if err := b.refusal(from, to); !errors.Is(err, syscall.ECONNRESET) || time.Since(start) > time.Second {
-				t.Errorf("%s: %v after %v, want it reset at once", to, err, time.Since(start))
-			}
-		}
-	}
-	awaitNoneOpen(t, a, z)
-}
-
 // A service that leads back to the pod that asks.
 func TestNetnsServiceLeadsToItself(t *testing.T) { eachBackend(t, checkServiceLeadsToItself) }
 

@@ -67,6 +67,7 @@ type Facts struct {
 	Policy           string            // that allowed it
 	TunnelLocal      netip.AddrPort    // the node's end of the tunnel
 	EarlyFailure     bool              // the flow failed before anything was decided: a short line
+	Suppressed       uint64            // how many that failed as this one have no line, since the last that has
 }
 
 // A Conn is the record of one connection.

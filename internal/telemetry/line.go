@@ -134,6 +134,9 @@ func (r *Recorder) line(c *Conn, level, message string, err error, ended bool) [
 	if err != nil {
 		w.str("error", err.Error())
 	}
+	if c.Suppressed > 0 {
+		w.num("suppressed", c.Suppressed)
+	}
 	for _, f := range r.cfg.Fields {
 		w.extra(f, c, ended)
 	}

@@ -112,18 +112,24 @@ func (r *Recorder) logs(l slog.Level) bool {
 
 // Fail records a flow that failed before anything was decided about it.
 func (r *Recorder) Fail(f Facts, err error) {
+	r.FailUnlogged(f.Direction, err)
 	f.EarlyFailure = true
 	c := &Conn{ID: r.lastID.Add(1), Start: r.cfg.Now(), Facts: f, rec: r, finished: true}
+	if r.logs(slog.LevelWarn) {
+		r.log.put(r.line(c, "warn", "connection failed", err, false), true)
+	}
+}
+
+// FailUnlogged counts what Fail records, and writes no line: for failures of which there are many of one kind. The next that has
+// a line says how many there were (Facts.Suppressed).
+func (r *Recorder) FailUnlogged(d Direction, err error) {
 	r.failed.Add(1)
 	_, reason := r.cfg.Classify(err)
 	reason = reason.known()
 	r.mu.Lock()
-	r.metrics.early[f.Direction][reason]++
-	r.metrics.ends[f.Direction][reason]++
+	r.metrics.early[d][reason]++
+	r.metrics.ends[d][reason]++
 	r.mu.Unlock()
-	if r.logs(slog.LevelWarn) {
-		r.log.put(r.line(c, "warn", "connection failed", err, false), true)
-	}
 }
 
 func (r *Recorder) finish(c *Conn, err error) {
