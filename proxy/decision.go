@@ -136,7 +136,7 @@ func classifyService(s *workload.Snapshot, q *Query, v *workload.Service) Decisi
 		d.Service = v
 		return d
 	}
-	return direct(q, e, v)
+	return direct(s, q, e, v)
 }
 
 func classifyWorkload(s *workload.Snapshot, q *Query, w *workload.Workload) Decision {
@@ -146,14 +146,14 @@ func classifyWorkload(s *workload.Snapshot, q *Query, w *workload.Workload) Deci
 	if wp := w.Waypoint; wp != nil && !skipsWaypoint(s, q, wp) {
 		return throughWaypoint(s, q, wp, nil)
 	}
-	return direct(q, endpoint{w, q.Target.Port()}, nil)
+	return direct(s, q, endpoint{w, q.Target.Port()}, nil)
 }
 
-// direct is the way to an endpoint without anything between.
-func direct(q *Query, e endpoint, v *workload.Service) Decision {
+// direct is the way to an endpoint without a waypoint between.
+func direct(s *workload.Snapshot, q *Query, e endpoint, v *workload.Service) Decision {
 	w := e.workload
 	if w.Network != q.Source.Network {
-		return Decision{Service: v, Destination: w, Err: fmt.Errorf("no valid routing destination for workload: %s is on network %q, and gateways to other networks are not supported", w.UID, w.Network)}
+		return throughGateway(s, q, w, v, v)
 	}
 	ip := address(w, v, q.Target.Addr())
 	if !ip.IsValid() {
@@ -211,13 +211,13 @@ func serviceWaypoint(v *workload.Service, random uint64) *workload.GatewayAddres
 // throughWaypoint leads a flow to a waypoint, which gets the address that the application used. A waypoint that cannot be found
 // refuses the flow: it is never bypassed.
 func throughWaypoint(s *workload.Snapshot, q *Query, wp *workload.GatewayAddress, v *workload.Service) Decision {
-	e, via, target, ok := resolveGateway(s, q, wp)
+	e, via, target, ok := resolve(s, q, wp, true)
 	if !ok {
 		return Decision{Service: v, Err: fmt.Errorf("unknown waypoint: waypoint %s not found", wp)}
 	}
 	w := e.workload
 	if w.Network != q.Source.Network {
-		return Decision{Service: v, Destination: w, Err: fmt.Errorf("waypoint %s is on network %q, and gateways to other networks are not supported", wp, w.Network)}
+		return throughGateway(s, q, w, v, via)
 	}
 	ip := address(w, via, target)
 	if !ip.IsValid() {
@@ -226,8 +226,35 @@ func throughWaypoint(s *workload.Snapshot, q *Query, wp *workload.GatewayAddress
 	return Decision{Route: OverHBONE, NextHop: netip.AddrPortFrom(ip, e.port), Target: q.Target, Service: v, Destination: w, accepts: via}
 }
 
-// resolveGateway finds the workload behind a gateway address and, if that names a service, the service.
-func resolveGateway(s *workload.Snapshot, q *Query, g *workload.GatewayAddress) (e endpoint, via *workload.Service, target netip.Addr, ok bool) {
+// throughGateway leads a flow for a service to the gateway of the network that its endpoint, or its waypoint, is on: the gateway picks
+// one by the service's name. beyond is the service whose names the peer there has to have.
+func throughGateway(s *workload.Snapshot, q *Query, w *workload.Workload, v, beyond *workload.Service) Decision {
+	if v == nil {
+		return Decision{Destination: w, Err: fmt.Errorf("no service for target address: %s", q.Target)}
+	}
+	g := w.NetworkGateway
+	if g == nil {
+		return Decision{Service: v, Destination: w, Err: noDestination(w)}
+	}
+	if q.Trace != nil {
+		q.Trace.Gateway = g
+	}
+	e, via, target, ok := resolve(s, q, g, false)
+	if !ok {
+		return Decision{Service: v, Err: fmt.Errorf("unknown network gateway: network gateway %s not found", g)}
+	}
+	ip := address(e.workload, via, target)
+	if !ip.IsValid() {
+		return Decision{Service: v, Destination: e.workload, Err: noDestination(e.workload)}
+	}
+	return Decision{
+		Route: DoubleHBONE, NextHop: netip.AddrPortFrom(ip, e.port), Target: q.Target, Host: v.Hostname, Service: v, Destination: e.workload,
+		accepts: via, beyond: beyond,
+	}
+}
+
+// resolve finds the workload behind the address of a waypoint or gateway and, if that names a service, the service.
+func resolve(s *workload.Snapshot, q *Query, g *workload.GatewayAddress, waypoint bool) (e endpoint, via *workload.Service, target netip.Addr, ok bool) {
 	target = q.Target.Addr() // a hostname follows the family of the application's address
 	var w *workload.Workload
 	if g.Hostname == (workload.ServiceKey{}) {
@@ -240,7 +267,7 @@ func resolveGateway(s *workload.Snapshot, q *Query, g *workload.GatewayAddress) 
 	}
 	switch {
 	case via != nil:
-		e, ok = pick(s, q, via, g.Port, true)
+		e, ok = pick(s, q, via, g.Port, waypoint)
 	case w != nil:
 		e, ok = endpoint{w, g.Port}, true
 	}

@@ -30,7 +30,7 @@ func (m *model) outcomes() []string {
 				if m.fromWaypoint(wp) {
 					all = append(all, m.toService(v)...)
 				} else {
-					all = append(all, m.throughWaypoint(wp)...)
+					all = append(all, m.throughWaypoint(wp, v)...)
 				}
 			}
 			return all
@@ -44,7 +44,7 @@ func (m *model) outcomes() []string {
 	case w.Network != q.Source.Network:
 		return []string{"refused"}
 	case w.Waypoint != nil && !m.fromWaypoint(w.Waypoint):
-		return m.throughWaypoint(w.Waypoint)
+		return m.throughWaypoint(w.Waypoint, nil)
 	}
 	return []string{m.direct(w, q.Target.Port(), nil)}
 }
@@ -54,6 +54,10 @@ func (m *model) toService(v *workload.Service) (all []string) {
 		return []string{"passthrough " + m.q.Target.String()}
 	}
 	for _, e := range m.endpoints(v, m.q.Target.Port(), false) {
+		if e.workload.Network != m.q.Source.Network {
+			all = append(all, m.throughGateway(e.workload, v)...)
+			continue
+		}
 		all = append(all, m.direct(e.workload, e.port, v))
 	}
 	if len(all) == 0 {
@@ -65,7 +69,7 @@ func (m *model) toService(v *workload.Service) (all []string) {
 func (m *model) direct(w *workload.Workload, port uint16, v *workload.Service) string {
 	ip := m.addressOf(w, v, m.q.Target.Addr())
 	switch {
-	case w.Network != m.q.Source.Network, !ip.IsValid():
+	case !ip.IsValid():
 		return "refused"
 	case w.Protocol == workload.ProtocolHBONE:
 		return fmt.Sprintf("HBONE %v to %v", netip.AddrPortFrom(ip, hbone.Port), netip.AddrPortFrom(ip, port))
@@ -75,23 +79,48 @@ func (m *model) direct(w *workload.Workload, port uint16, v *workload.Service) s
 	return fmt.Sprintf("passthrough %v", netip.AddrPortFrom(ip, port))
 }
 
-func (m *model) throughWaypoint(g *workload.GatewayAddress) (all []string) {
-	for _, e := range m.gateway(g) {
-		near := m.q.Target.Addr()
-		if g.Hostname == (workload.ServiceKey{}) {
-			near = g.Address.Addr
-		}
-		ip := m.addressOf(e.workload, m.gatewayService(g), near)
-		if e.workload.Network != m.q.Source.Network || !ip.IsValid() {
+func (m *model) throughWaypoint(g *workload.GatewayAddress, v *workload.Service) (all []string) {
+	for _, e := range m.gateway(g, true) {
+		ip := m.addressOf(e.workload, m.gatewayService(g), m.near(g))
+		switch {
+		case e.workload.Network != m.q.Source.Network && v != nil:
+			all = append(all, m.throughGateway(e.workload, v)...)
+		case e.workload.Network != m.q.Source.Network, !ip.IsValid():
 			all = append(all, "refused")
-			continue
+		default:
+			all = append(all, fmt.Sprintf("HBONE %v to %v", netip.AddrPortFrom(ip, e.port), m.q.Target))
 		}
-		all = append(all, fmt.Sprintf("HBONE %v to %v", netip.AddrPortFrom(ip, e.port), m.q.Target))
 	}
 	if len(all) == 0 {
 		all = []string{"refused"}
 	}
 	return all
+}
+
+func (m *model) throughGateway(w *workload.Workload, v *workload.Service) (all []string) {
+	g := w.NetworkGateway
+	if g == nil {
+		return []string{"refused"}
+	}
+	for _, e := range m.gateway(g, false) {
+		if ip := m.addressOf(e.workload, m.gatewayService(g), m.near(g)); ip.IsValid() {
+			all = append(all, fmt.Sprintf("double HBONE %v to %s:%d", netip.AddrPortFrom(ip, e.port), v.Hostname, m.q.Target.Port()))
+		} else {
+			all = append(all, "refused")
+		}
+	}
+	if len(all) == 0 {
+		all = []string{"refused"}
+	}
+	return all
+}
+
+// near is the address whose family the gateway's is to be of.
+func (m *model) near(g *workload.GatewayAddress) netip.Addr {
+	if g.Hostname == (workload.ServiceKey{}) {
+		return g.Address.Addr
+	}
+	return m.q.Target.Addr()
 }
 
 func (m *model) gatewayService(g *workload.GatewayAddress) *workload.Service {
@@ -118,9 +147,9 @@ func (m *model) gatewayWorkload(g *workload.GatewayAddress) *workload.Workload {
 	return nil
 }
 
-func (m *model) gateway(g *workload.GatewayAddress) []endpoint {
+func (m *model) gateway(g *workload.GatewayAddress, waypoint bool) []endpoint {
 	if v := m.gatewayService(g); v != nil {
-		return m.endpoints(v, g.Port, true)
+		return m.endpoints(v, g.Port, waypoint)
 	}
 	if w := m.gatewayWorkload(g); w != nil {
 		return []endpoint{{w, g.Port}}
@@ -456,7 +485,7 @@ func TestDecisionsAreThoseOfTheModel(t *testing.T) {
 			}
 		}
 	}
-	if len(routes) < 3 {
+	if len(routes) < 4 {
 		t.Errorf("routes taken: %v, want all", routes)
 	}
 }
@@ -467,6 +496,8 @@ func told(d *Decision) string {
 		return "passthrough " + d.NextHop.String()
 	case OverHBONE:
 		return fmt.Sprintf("HBONE %v to %v", d.NextHop, d.Target)
+	case DoubleHBONE:
+		return fmt.Sprintf("double HBONE %v to %s", d.NextHop, d.Authority())
 	}
 	return "refused"
 }

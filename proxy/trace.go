@@ -8,6 +8,7 @@ type Trace struct {
 	Workload     *workload.Workload       // that the target is an address of; nil if none
 	Waypoint     *workload.GatewayAddress // of that service or workload; nil if none
 	FromWaypoint bool                     // the source is the waypoint, which is skipped then
+	Gateway      *workload.GatewayAddress // of the network that the endpoint or waypoint is on; nil if it is the source's own
 	Endpoints    []EndpointTrace          // of the services that were picked from, in the order of their uids
 }
 

@@ -31,14 +31,16 @@ type Report struct {
 	Service     string   `json:"service,omitempty"`     // hostname
 	Waypoint    string   `json:"waypoint,omitempty"`
 	SkipsIt     bool     `json:"waypointSkipped,omitempty"` // the source is the waypoint
+	Gateway     string   `json:"gateway,omitempty"`         // to the network of the endpoint or waypoint
 	Ports       []uint16 `json:"servicePorts,omitempty"`    // of the service, where it does not have the one asked for
 	Endpoints   []Choice `json:"endpoints,omitempty"`
 	Route       string   `json:"route,omitempty"` // passthrough, HBONE or refused
 	Chosen      string   `json:"chosen,omitempty"`
 	NextHop     string   `json:"nextHop,omitempty"`
 	Authority   string   `json:"authority,omitempty"`
-	Accepts     []string `json:"accepts,omitempty"` // identities of which the peer has to present one
-	Error       string   `json:"error,omitempty"`   // why it is refused
+	Accepts     []string `json:"accepts,omitempty"`       // identities of which the peer has to present one
+	Beyond      []string `json:"acceptsBeyond,omitempty"` // and the peer beyond the gateway
+	Error       string   `json:"error,omitempty"`         // why it is refused
 
 	Policies []Policy `json:"policies,omitempty"` // that apply at the destination, as far as they are known here
 	Verdict  string   `json:"verdict,omitempty"`
@@ -172,6 +174,9 @@ func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 	if trace.Waypoint != nil {
 		r.Waypoint, r.SkipsIt = trace.Waypoint.String(), trace.FromWaypoint
 	}
+	if trace.Gateway != nil {
+		r.Gateway = trace.Gateway.String()
+	}
 	r.Endpoints = choices(trace.Endpoints)
 	if d.Err != nil {
 		r.Error = d.Err.Error()
@@ -181,19 +186,27 @@ func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 	if d.Destination != nil {
 		r.Chosen = nameOf(d.Destination)
 	}
-	if d.Route == proxy.OverHBONE {
-		r.Authority = d.Target.String()
-		for _, id := range d.Accept() {
-			r.Accepts = append(r.Accepts, id.String())
-		}
+	if d.Route != proxy.Passthrough {
+		r.Authority, r.Accepts, r.Beyond = d.Authority(), texts(d.Accept()), texts(d.AcceptBeyond())
 	}
 	m.remote(&r, from, &d, trace.Waypoint != nil && !trace.FromWaypoint)
 	return r
 }
 
+func texts(ids []workload.Identity) (list []string) {
+	for _, id := range ids {
+		list = append(list, id.String())
+	}
+	return list
+}
+
 // remote says what the destination's policies would decide, as far as they are known here.
 func (m Mesh) remote(r *Report, from *workload.Workload, d *proxy.Decision, waypoint bool) {
 	if d.Destination == nil {
+		return
+	}
+	if d.Route == proxy.DoubleHBONE {
+		r.Verdict = "the gateway of the other network picks the destination, whose node decides"
 		return
 	}
 	if waypoint {

@@ -26,6 +26,9 @@ func (r *Report) Text() string {
 	case r.Waypoint != "":
 		line("waypoint", "%s", r.Waypoint)
 	}
+	if r.Gateway != "" {
+		line("gateway", "%s, to another network", r.Gateway)
+	}
 	r.writeEndpoints(line)
 	if r.Chosen != "" {
 		line("chosen", "%s", r.Chosen)
@@ -36,6 +39,9 @@ func (r *Report) Text() string {
 	case r.Authority != "":
 		line("transport", "%s, next hop %s, authority %s", r.Route, r.NextHop, r.Authority)
 		line("identity", "expects %s", strings.Join(r.Accepts, " or "))
+		if r.Gateway != "" {
+			line("", "beyond the gateway %s", strings.Join(r.Beyond, " or "))
+		}
 	case r.NextHop != "":
 		line("transport", "%s to %s, as it is", r.Route, r.NextHop)
 	default:
