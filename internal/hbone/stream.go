@@ -34,7 +34,8 @@ type stream struct {
 	ref      *loop.Ref
 	response Headers
 	queue    queue
-	mem      int                // of the queue, as the tunnel knows it
+	mem      int // of the queue, as the tunnel knows it
+	trickle  trickle
 	opening  *opening           // until the response
 	cancel   context.CancelFunc // of the set-up of a request, until it has returned
 
@@ -246,6 +247,9 @@ func (s *stream) TryReadFrom(src loop.Conn, limit int) (int, error) {
 		}
 		return 0, err
 	}
+	if s.pauses() {
+		return 0, loop.ErrAgain
+	}
 	p, err := s.t.eng.Reserve(s.id, limit)
 	if err != nil {
 		return 0, err
@@ -253,6 +257,7 @@ func (s *stream) TryReadFrom(src loop.Conn, limit int) (int, error) {
 	n, err := src.TryRead(p)
 	s.t.eng.Commit(n)
 	if n > 0 {
+		s.sent(n)
 		s.t.kick()
 	}
 	if err != nil && err != loop.ErrAgain {
