@@ -439,6 +439,21 @@ func (e *Engine) Tick(now time.Time) error {
 	return e.fail(&ConnError{http2.ErrCodeNo, "the peer did not answer a ping"})
 }
 
+// Probe asks the peer whether it lives, if nothing was heard of it for silence. Without an answer the connection ends as by Tick.
+func (e *Engine) Probe(now time.Time, silence time.Duration) bool {
+	if e.err != nil || now.Sub(e.heard) < silence {
+		return false
+	}
+	if e.pinged.IsZero() {
+		e.pinged = now
+		must(e.framer.WritePing(false, keepalivePing))
+	}
+	return true
+}
+
+// Silent reports that nothing was heard of the peer since a Probe at that time.
+func (e *Engine) Silent(since time.Time) bool { return !e.pinged.IsZero() && !e.pinged.After(since) }
+
 func (e *Engine) newStream(id uint32) *engineStream {
 	s := &engineStream{id: id, send: e.sendInit, recv: e.recvInit, batch: e.batch - 1}
 	e.streams[id] = s

@@ -18,6 +18,9 @@ import (
 // errRefused is why a request may be sent again: the peer certainly did not process it (RFC 9113, section 8.7).
 var errRefused = errors.New("hbone: the peer refused the stream unprocessed")
 
+// errStale is why a request may be sent again: its tunnel does not live.
+var errStale = errors.New("hbone: the peer of an idle tunnel does not answer")
+
 // errPoolClosed is returned by Open after Drain.
 var errPoolClosed = errors.New("hbone: the pool takes no new streams")
 
@@ -91,8 +94,8 @@ func (p *Pool) Open(ctx context.Context, target Target) (Stream, error) {
 			return nil, context.Cause(ctx)
 		}
 		switch {
-		case errors.Is(err, errRefused) && after == 0 && attempt < maxAttempts:
-			// Once, and on a fresh tunnel: a peer that goes away refuses on all that it has.
+		case (errors.Is(err, errRefused) || errors.Is(err, errStale)) && after == 0 && attempt < maxAttempts:
+			// Once, and on a fresh tunnel: a peer that goes away, or has gone, does so on all that it has.
 			after = newest
 			continue
 		case (errors.Is(err, errGoingAway) || errors.Is(err, errStreamLimit)) && attempt < maxAttempts:

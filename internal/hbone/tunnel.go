@@ -401,7 +401,35 @@ func (t *tunnel) openHere(o *opening) {
 	s := t.newStream(id)
 	s.opening = o
 	o.s = s
+	t.probe(s)
 	t.kick()
+}
+
+// A tunnel that was silent for probeAfter is asked with the next request whether its peer lives. If there is no sign of that for
+// probeTime, the request goes to another one: the peer's host, or its address, may be somebody else's by now, and the keepalive
+// finds that out too late for who is waiting.
+const (
+	probeAfter = time.Second
+	probeTime  = 2 * time.Second
+)
+
+func (t *tunnel) probe(s *stream) {
+	asked, o := t.ref.Now(), s.opening
+	if !t.eng.Probe(asked, probeAfter) {
+		return
+	}
+	t.ref.After(probeTime, func() {
+		if s.opening != o || t.dead() || !t.eng.Silent(asked) {
+			return
+		}
+		t.owner.noNewStreams(t)
+		s.opening = nil
+		s.reset, s.released = true, true
+		delete(t.streams, s.id)
+		t.eng.Reset(s.id, http2.ErrCodeCancel)
+		t.kick()
+		t.opened(o, nil, errStale)
+	})
 }
 
 func (t *tunnel) opened(o *opening, s *stream, err error) {
@@ -465,6 +493,7 @@ func (t *tunnelEvents) StreamData(id uint32, p []byte) {
 		return
 	}
 	s.queue.lend(p)
+	s.trickle.frames = 0 // it is answered
 	t.unread += len(p)
 	if !s.lending {
 		s.lending = true
