@@ -69,7 +69,7 @@ func TestPeerHasVanished(t *testing.T) {
 	t.Run("FP-07 the state says that the pod has gone", func(t *testing.T) {
 		ms, gone := start(t, nil)
 		*gone = true
-		ms.pool.Forget(ms.target.PeerUID)
+		ms.pool.Retain(func(Target) bool { return false })
 		works(ms)
 		if len(ms.conns) != 2 {
 			t.Errorf("%d tunnels, want a second one", len(ms.conns))

@@ -18,9 +18,6 @@ import (
 // errRefused is why a request may be sent again: the peer certainly did not process it (RFC 9113, section 8.7).
 var errRefused = errors.New("hbone: the peer refused the stream unprocessed")
 
-// errStale is why a request may be sent again: its tunnel does not live.
-var errStale = errors.New("hbone: the peer of an idle tunnel does not answer")
-
 // errPoolClosed is returned by Open after Drain.
 var errPoolClosed = errors.New("hbone: the pool takes no new streams")
 
@@ -94,8 +91,9 @@ func (p *Pool) Open(ctx context.Context, target Target) (Stream, error) {
 			return nil, context.Cause(ctx)
 		}
 		switch {
-		case (errors.Is(err, errRefused) || errors.Is(err, errStale)) && after == 0 && attempt < maxAttempts:
-			// Once, and on a fresh tunnel: a peer that goes away, or has gone, does so on all that it has.
+		case (errors.Is(err, errRefused) || errors.Is(err, errLost) || errors.Is(err, errStale)) && after == 0 && attempt < maxAttempts:
+			// Once, and on a fresh tunnel: a peer that goes away refuses on all that it has, and one that has gone is on none of them.
+			// Nothing of the application's was sent yet, so that at worst its server sees a connection that ends at once.
 			after = newest
 			continue
 		case (errors.Is(err, errGoingAway) || errors.Is(err, errStreamLimit)) && attempt < maxAttempts:
@@ -210,13 +208,14 @@ func (p *Pool) CertificateChanged() {
 	p.retireOld()
 }
 
-// Forget retires the tunnels to a workload that is gone, or whose address or identity changed: they take no new streams.
-func (p *Pool) Forget(peerUID string) {
+// Retain retires the tunnels whose target is not there any more: the workload has gone, or has another address or identity. They take
+// no new streams. there is asked about NextHop, Accept and PeerUID, once for each key, with the Pool locked.
+func (p *Pool) Retain(there func(Target) bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.seq++
 	for key, e := range p.entries {
-		if key.uid == peerUID {
+		if !there(Target{NextHop: key.nextHop, Accept: e.accept, PeerUID: key.uid}) {
 			e.since = p.seq
 		}
 	}

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+
 	"ztun.dev/ztun/internal/loop"
 	"ztun.dev/ztun/internal/workload"
 )
@@ -249,17 +251,11 @@ func TestPoolGoAwayBetweenStreams(t *testing.T) {
 // TestPoolSilentPeer: streams over a tunnel whose peer has fallen silent end, and nobody else waits for it.
 func TestPoolSilentPeer(t *testing.T) {
 	t.Run("DP-80", func(t *testing.T) {
-		ms := newMesh(t, meshConfig{})
-		var gates []*gate
-		ms.wrap = func(c loop.Conn) loop.Conn {
-			g := &gate{Conn: c}
-			gates = append(gates, g)
-			return g
-		}
+		ms, gates := gated(t, meshConfig{})
 		s := ms.mustOpen()
 		x := startExchange(s, nil)
 		ms.m.Settle()
-		gates[1].shut = true // the server's end reads nothing from here on
+		(*gates)[1].shut = true // the server's end reads nothing from here on
 		const ping, answer = 10 * time.Second, 20 * time.Second
 		ms.m.Advance(ping + answer - time.Second)
 		if x.err != nil {
@@ -269,8 +265,8 @@ func TestPoolSilentPeer(t *testing.T) {
 		if st := ms.pool.Stats(); !errors.Is(x.err, loop.ErrReset) || st != (PoolStats{}) {
 			t.Errorf("%v after the unanswered ping the stream read %v, want a reset; left: %+v", answer, x.err, st)
 		}
-		gates[1].shut = false
-		gates[1].ref.Wake()
+		(*gates)[1].shut = false
+		(*gates)[1].ref.Wake()
 		ms.m.Advance(time.Minute)
 	})
 }
@@ -514,25 +510,142 @@ func TestPoolCertificate(t *testing.T) {
 	})
 }
 
-// TestPoolForget: after Forget no stream goes to a tunnel of the workload that was.
-func TestPoolForget(t *testing.T) {
-	ms := newMesh(t, meshConfig{})
-	ms.target.PeerUID = "pod-1"
-	a := ms.mustOpen()
-	ms.pool.Forget("pod-2")
-	b := ms.mustOpen()
-	if b.Ref() != a.Ref() {
-		t.Error("the tunnel of another workload was forgotten")
+// TestPoolRetain: no stream goes to a tunnel of a workload that is not there any more.
+func TestPoolRetain(t *testing.T) {
+	t.Run("FP-07 the state has changed", func(t *testing.T) {
+		ms := newMesh(t, meshConfig{})
+		ms.target.PeerUID = "pod-1"
+		a := ms.mustOpen()
+		want := []Target{{NextHop: serverAddr, Accept: []workload.Identity{server1}, PeerUID: "pod-1"}}
+		var asked []Target
+		there := true
+		retain := func() { ms.pool.Retain(func(t Target) bool { asked = append(asked, t); return there }) }
+		retain()
+		if diff := cmp.Diff(want, asked, cmp.Comparer(func(a, b netip.AddrPort) bool { return a == b })); diff != "" {
+			t.Errorf("asked about (-want +got):\n%s", diff)
+		}
+		b := ms.mustOpen()
+		if b.Ref() != a.Ref() {
+			t.Error("a tunnel to what is still there was given up")
+		}
+		there = false
+		retain()
+		there = true
+		retain()
+		c := ms.mustOpen()
+		if c.Ref() == a.Ref() {
+			t.Error("a tunnel to what was not there took a stream")
+		}
+		x := startExchange(a, []byte("goes on"))
+		ms.m.Settle()
+		if string(x.got) != "goes on" || x.err != io.EOF {
+			t.Errorf("the open stream answered %q, %v", x.got, x.err)
+		}
+		ms.close(b, c)
+		if st := ms.pool.Stats(); st.Tunnels != 1 {
+			t.Errorf("%+v; want the last tunnel only", st)
+		}
+	})
+}
+
+// gated is a mesh of whose tunnels each end can be shut off, in the order in which they were made: the client's, the server's.
+func gated(t *testing.T, cfg meshConfig) (*mesh, *[]*gate) {
+	t.Helper()
+	ms := newMesh(t, cfg)
+	gates := new([]*gate)
+	ms.wrap = func(c loop.Conn) loop.Conn {
+		g := &gate{Conn: c}
+		*gates = append(*gates, g)
+		return g
 	}
-	ms.pool.Forget("pod-1")
-	c := ms.mustOpen()
-	if c.Ref() == a.Ref() {
-		t.Error("a tunnel of a workload that was forgotten took a stream")
+	return ms, gates
+}
+
+// TestPoolPeerIsGone: a request that meets a tunnel whose peer is gone is sent again, once, on a fresh one.
+func TestPoolPeerIsGone(t *testing.T) {
+	// took is how long an Open takes.
+	took := func(ms *mesh) (s Stream, after time.Duration, err error) {
+		start := ms.m.Group().Now()
+		done := false
+		ms.m.Group().Go(context.Background(), func(ctx context.Context) {
+			s, err = ms.pool.Open(ctx, ms.target)
+			done, after = true, ms.m.Group().Now().Sub(start)
+		})
+		ms.m.Settle()
+		for range 400 {
+			if done {
+				return s, after, err
+			}
+			ms.m.Advance(100 * time.Millisecond)
+		}
+		t.Fatal("Open does not return")
+		return nil, 0, nil
 	}
-	ms.close(a, b, c)
-	if st := ms.pool.Stats(); st.Tunnels != 1 {
-		t.Errorf("%+v; want the last tunnel only", st)
-	}
+	t.Run("FP-07 without a word, a moment ago it was there", func(t *testing.T) {
+		ms, gates := gated(t, meshConfig{})
+		open := ms.mustOpen()
+		x := startExchange(open, nil)
+		ms.m.Advance(100 * time.Millisecond)
+		(*gates)[0].shut, (*gates)[1].shut = true, true
+		s, after, err := took(ms)
+		if err != nil || after > probeAfter+probeTime || s.Ref() == open.Ref() {
+			t.Fatalf("Open: %v after %v; want a stream of a fresh tunnel within %v", err, after, probeAfter+probeTime)
+		}
+		if x.err != nil {
+			t.Errorf("the open stream of the silent tunnel reads %v before the keepalive has decided", x.err)
+		}
+		ms.close(s)
+		ms.m.Advance(time.Minute)
+		if !errors.Is(x.err, loop.ErrReset) {
+			t.Errorf("afterwards it reads %v, want a reset", x.err)
+		}
+		for _, g := range *gates {
+			g.shut = false
+			g.ref.Wake()
+		}
+		ms.m.Advance(time.Minute)
+	})
+	t.Run("FP-07 with a reset", func(t *testing.T) {
+		ms, gates := gated(t, meshConfig{})
+		handler := ms.server.cfg.Handler
+		requests := 0
+		ms.server.cfg.Handler = handlerFunc(func(ctx context.Context, r *Request) {
+			if requests++; requests == 2 {
+				_ = (*gates)[1].Reset() // the request has arrived, and its answer never will
+				return
+			}
+			handler.ServeConnect(ctx, r)
+		})
+		ms.close(ms.mustOpen())
+		s, after, err := took(ms)
+		if err != nil || after != 0 || len(ms.conns) != 2 {
+			t.Fatalf("Open: %v after %v, %d tunnels; want a stream of a second one at once", err, after, len(ms.conns))
+		}
+		ms.close(s)
+	})
+	t.Run("FP-07 once only", func(t *testing.T) {
+		ms, gates := gated(t, meshConfig{})
+		handler := ms.server.cfg.Handler
+		requests := 0
+		ms.server.cfg.Handler = handlerFunc(func(ctx context.Context, r *Request) {
+			if requests++; requests > 1 {
+				_ = (*gates)[len(*gates)-1].Reset()
+				return
+			}
+			handler.ServeConnect(ctx, r)
+		})
+		ms.close(ms.mustOpen())
+		_, _, err := took(ms)
+		if oe, ok := errors.AsType[*OpenError](err); !ok || requests != 3 {
+			t.Errorf("Open: %v after %d requests; want an OpenError after one on the old tunnel and one on a fresh one", err, requests-1)
+		} else if oe.NextHop != serverAddr {
+			t.Errorf("%+v", oe)
+		}
+		// On a tunnel that never worked nothing is tried again.
+		if _, _, err = took(ms); err == nil || requests != 4 {
+			t.Errorf("Open: %v after %d requests, want one", err, requests-3)
+		}
+	})
 }
 
 // TestTunnelAge: at the end of the earlier of the two certificates, or at the age that is set, both ends of a tunnel take no

@@ -321,8 +321,7 @@ func (s *stream) release() bool {
 
 // wasReset is the peer's RST_STREAM, or what amounts to one.
 func (s *stream) wasReset(code http2.ErrCode, err error) {
-	if o := s.opening; o != nil {
-		s.opening = nil
+	if o := s.endOpening(); o != nil {
 		s.reset, s.released = true, true
 		delete(s.t.streams, s.id)
 		s.t.opened(o, nil, err)
@@ -344,6 +343,16 @@ func (s *stream) wasReset(code http2.ErrCode, err error) {
 	s.wake()
 }
 
+// endOpening is the end of the wait for a response; nil: there is none.
+func (s *stream) endOpening() *opening {
+	o := s.opening
+	if o != nil {
+		s.opening = nil
+		s.t.requests--
+	}
+	return o
+}
+
 // complete reports that the stream needs its tunnel no more: all that its application can still get is in the queue.
 func (s *stream) complete() bool {
 	return s.gotEnd && !s.reset && !s.released && s.opening == nil && (s.answered || !s.t.eng.cfg.Server)
@@ -358,9 +367,11 @@ func (s *stream) lost(err error) {
 	if s.cancel != nil {
 		s.cancel()
 	}
-	if o := s.opening; o != nil {
-		s.opening = nil
+	if o := s.endOpening(); o != nil {
 		s.released = true
+		if o.reused {
+			err = fmt.Errorf("%w: %w", errLost, err)
+		}
 		s.t.opened(o, nil, err)
 	}
 	s.wake()

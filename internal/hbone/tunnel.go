@@ -43,20 +43,22 @@ type tunnel struct {
 	local   netip.AddrPort
 	remote  netip.AddrPort
 
-	streams map[uint32]*stream
-	account loop.Account // what it holds between turns
-	unread  int          // bytes in the queues of streams
-	queued  int          // bytes of their own memory
-	lent    []*stream    // those that hold pieces of the turn's buffer
-	vec     [][]byte     // for TryWriteTo
-	inTurn  bool
-	err     error     // set once the tunnel is over
-	ended   bool      // what is left is to close the link, and streams that were received in full
-	cutting bool      // nothing is left
-	parent  *loop.Ref // of the tunnel that carries it, or nil
-	metrics *Metrics
-	meter   meter
-	settle  *loop.Timer // until the peer's SETTINGS arrive
+	streams  map[uint32]*stream
+	account  loop.Account // what it holds between turns
+	unread   int          // bytes in the queues of streams
+	queued   int          // bytes of their own memory
+	lent     []*stream    // those that hold pieces of the turn's buffer
+	vec      [][]byte     // for TryWriteTo
+	inTurn   bool
+	err      error     // set once the tunnel is over
+	ended    bool      // what is left is to close the link, and streams that were received in full
+	cutting  bool      // nothing is left
+	parent   *loop.Ref // of the tunnel that carries it, or nil
+	metrics  *Metrics
+	meter    meter
+	settle   *loop.Timer // until the peer's SETTINGS arrive
+	requests int         // CONNECTs without a response
+	probing  bool        // a timer looks after them
 }
 
 // lingerTime is how long a tunnel that was closed waits for the peer to close its side too.
@@ -378,6 +380,7 @@ type opening struct {
 	s       *stream
 	err     error
 	settled bool // the peer spoke HTTP/2 by the time it failed
+	reused  bool // … and before it was sent
 }
 
 // open sends the CONNECT; safe from any goroutine.
@@ -400,36 +403,10 @@ func (t *tunnel) openHere(o *opening) {
 	}
 	s := t.newStream(id)
 	s.opening = o
-	o.s = s
-	t.probe(s)
+	t.requests++
+	o.s, o.reused = s, t.eng.Settled()
+	t.probe()
 	t.kick()
-}
-
-// A tunnel that was silent for probeAfter is asked with the next request whether its peer lives. If there is no sign of that for
-// probeTime, the request goes to another one: the peer's host, or its address, may be somebody else's by now, and the keepalive
-// finds that out too late for who is waiting.
-const (
-	probeAfter = time.Second
-	probeTime  = 2 * time.Second
-)
-
-func (t *tunnel) probe(s *stream) {
-	asked, o := t.ref.Now(), s.opening
-	if !t.eng.Probe(asked, probeAfter) {
-		return
-	}
-	t.ref.After(probeTime, func() {
-		if s.opening != o || t.dead() || !t.eng.Silent(asked) {
-			return
-		}
-		t.owner.noNewStreams(t)
-		s.opening = nil
-		s.reset, s.released = true, true
-		delete(t.streams, s.id)
-		t.eng.Reset(s.id, http2.ErrCodeCancel)
-		t.kick()
-		t.opened(o, nil, errStale)
-	})
 }
 
 func (t *tunnel) opened(o *opening, s *stream, err error) {
@@ -448,7 +425,7 @@ func (t *tunnel) abandon(o *opening) {
 
 func (t *tunnel) abandonHere(o *opening) {
 	if s := o.s; s != nil {
-		s.opening = nil
+		s.endOpening()
 		_ = s.Reset()
 	}
 }
@@ -474,8 +451,7 @@ func (t *tunnelEvents) StreamResponse(id uint32, status int, h Headers) {
 	if s == nil || s.opening == nil {
 		return
 	}
-	o, u := s.opening, (*tunnel)(t)
-	s.opening = nil
+	o, u := s.endOpening(), (*tunnel)(t)
 	if status != 200 {
 		u.eng.Reset(id, http2.ErrCodeCancel)
 		delete(u.streams, id)

@@ -286,6 +286,7 @@ func (n *Node) run(ctx context.Context) error {
 	var g errgroup.Group
 	g.Go(func() error { return n.group.Run(background) })
 	g.Go(func() error { return n.records.Run(background) })
+	g.Go(func() error { return n.watchPeers(background) })
 	g.Go(func() error { return n.conns.Run(background) }) // to the end: what policy denies does not stay open because the node drains
 
 	serving, stopServing := context.WithCancel(background)

@@ -298,10 +298,15 @@ func (p *pod) end(ctx context.Context, release bool) error {
 	return nil
 }
 
+// closeTime is what tunnels without a connection have to say goodbye. A peer that is gone does not answer.
+const closeTime = 2 * time.Second
+
 func (l *pipeline) close(ctx context.Context, release bool) error {
+	goodbye, cancel := context.WithTimeout(ctx, closeTime)
+	defer cancel()
 	var g errgroup.Group
-	g.Go(func() error { return l.server.Close(ctx) })
-	g.Go(func() error { return l.pool.Close(ctx) })
+	g.Go(func() error { return l.server.Close(goodbye) })
+	g.Go(func() error { return l.pool.Close(goodbye) })
 	err := g.Wait()
 	if errors.Is(err, context.DeadlineExceeded) {
 		err = nil // what was left has been cut
