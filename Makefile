@@ -21,7 +21,7 @@ demo: build ## two nodes in network namespaces, an application across them (as r
 
 .PHONY: test
 test: ## all tests; those in network namespaces need root and are skipped without it
-	flock $(LOCK) $(GO) test -json -p 2 -shuffle=on ./... | $(GO) run ./internal/scenarios $(SCENARIOS)
+	flock $(LOCK) $(GO) run ./internal/scenarios $(SCENARIOS) -- $(GO) test -json -p 2 -shuffle=on ./...
 
 .PHONY: scenarios
 scenarios: SCENARIOS = -list

@@ -27,8 +27,14 @@ type table struct {
 	sums      []uint64
 }
 
+// noTable is that of a port that the service does not have: a scan of all ports leaves nothing behind.
+var noTable table
+
 // of returns the table of a service port, which is made the first time that it is asked for.
 func (t *Tables) of(s *workload.Snapshot, q *Query, k tableKey) *table {
+	if _, has := k.service.Ports[k.port]; !has && !k.waypoint {
+		return &noTable
+	}
 	t.mu.RLock()
 	got := t.m[k]
 	t.mu.RUnlock()
@@ -68,20 +74,20 @@ func (t *table) pick(random uint64) (endpoint, bool) {
 
 // sourceTables are the Tables of a source and snapshot.
 type sourceTables struct {
-	source *workload.Workload
-	state  *workload.Snapshot
+	source     *workload.Workload
+	generation uint64 // of the snapshot, which is not kept alive
 	Tables
 }
 
 // tablesFor returns those of the newest state; of another there are none.
 func (p *Proxy) tablesFor(self *workload.Workload, s *workload.Snapshot) *Tables {
 	t := p.tables.Load()
-	if t == nil || t.source != self || t.state.Generation() < s.Generation() {
-		fresh := &sourceTables{source: self, state: s}
+	if t == nil || t.generation < s.Generation() {
+		fresh := &sourceTables{source: self, generation: s.Generation()}
 		p.tables.CompareAndSwap(t, fresh) // who is late uses his own once
 		return &fresh.Tables
 	}
-	if t.state != s {
+	if t.generation != s.Generation() || t.source != self {
 		return nil
 	}
 	return &t.Tables

@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"net/netip"
 	"sync"
 	"testing"
 
@@ -26,6 +27,21 @@ func TestTablesAreOfTheNewestState(t *testing.T) {
 	}
 	if got := p.tablesFor(b, old); got != nil {
 		t.Error("a flow that was begun in an older state gets the tables of the newer one")
+	}
+}
+
+func TestAScanOfPortsLeavesNothingBehind(t *testing.T) {
+	st := bigMesh(10, 10)
+	s := workload.NewSnapshot(st)
+	tables := new(Tables)
+	for port := range uint16(1000) {
+		q := Query{Source: st.Workloads[0], Target: netip.AddrPortFrom(st.Services[0].VIPs[0].Addr, port), Tables: tables}
+		if d := Classify(s, &q); (d.Route == Refuse) != (port != 80) {
+			t.Errorf("port %d: %v", port, d.Route)
+		}
+	}
+	if len(tables.m) != 1 {
+		t.Errorf("%d tables are kept, want that of the one port", len(tables.m))
 	}
 }
 

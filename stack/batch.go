@@ -68,10 +68,11 @@ func (b *batch) end() {
 	b.ep = nil
 	ep.ResumeWork() // gives up the lock and leaves the mark of its owner: nothing is woken yet
 	switch ep.EndpointState() {
+	case tcp.StateTimeWait: // since begin, by one of the netstack's goroutines
 	case tcp.StateConnecting, tcp.StateSynSent, tcp.StateSynRecv:
 		handleConnecting(ep)
 	default:
-		handleConnected(ep) // does nothing if the state is another one by now
+		handleConnected(ep) // does nothing if the endpoint is closed by now, or somebody else has its lock
 	}
 	ep.LockUser()
 	ep.UnlockUser() // takes the mark away and wakes a goroutine if something is left

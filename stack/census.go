@@ -157,8 +157,8 @@ func (c *conn) beforeFIN() {
 const probeStep = 4 << 10
 
 // unacknowledged is how many bytes wait in the send buffer, rounded down to 4 KiB. The netstack has no such figure; it tells
-// whether it is less than the size of the buffer. So that size is varied, which nobody else sees: who uses it has the
-// endpoint's lock.
+// whether it is less than the size of the buffer. So that size is varied, under the endpoint's lock, which whoever writes has. A
+// resize that comes in between is lost; nothing is written after a FIN.
 func (c *conn) unacknowledged() int {
 	ep, ok := c.ep.(*tcp.Endpoint)
 	if !ok {

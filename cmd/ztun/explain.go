@@ -162,18 +162,19 @@ func (f *explainFlags) mesh(ctx context.Context) (m explain.Mesh, err error) {
 	} else if data, err = os.ReadFile(f.state); err != nil {
 		return m, usageError{fmt.Errorf("ztun explain: --state: %w", err)}
 	}
-	st, network, err := parseState(name, data)
+	st, settings, err := parseState(name, data)
 	if err != nil {
 		return m, usageError{fmt.Errorf("ztun explain: %w", err)}
 	}
+	m = explain.Mesh{State: workload.NewSnapshot(st), Network: settings["network"], AllowUnknown: settings["unknownPolicy"] == "allow"}
 	if f.netSet {
-		network = f.network
+		m.Network = f.network
 	}
-	return explain.Mesh{State: workload.NewSnapshot(st), Network: network}, nil
+	return m, nil
 }
 
-// parseState reads a dump or a static state, and what the dump says of the node's network.
-func parseState(name string, data []byte) (st workload.State, network string, err error) {
+// parseState reads a dump, with the node's settings, or a static state.
+func parseState(name string, data []byte) (st workload.State, settings map[string]string, err error) {
 	var probe struct {
 		StaticConfig json.RawMessage `json:"staticConfig"`
 		Config       struct {
@@ -183,16 +184,14 @@ func parseState(name string, data []byte) (st workload.State, network string, er
 	}
 	if !bytes.HasPrefix(bytes.TrimSpace(data), []byte("{")) || json.Unmarshal(data, &probe) != nil || probe.StaticConfig == nil {
 		st, err = workload.ParseStatic(name, data)
-		return st, "", err
+		return st, nil, err
 	}
-	network = probe.Config.Network
+	settings = map[string]string{"network": probe.Config.Network}
 	for _, s := range probe.Config.Settings {
-		if s.Key == "network" {
-			network = s.Value
-		}
+		settings[s.Key] = s.Value
 	}
 	st, err = workload.ParseDump(name, data)
-	return st, network, err
+	return st, settings, err
 }
 
 // maxDump is the largest dump that is read, in bytes: a million workloads are about a gigabyte.

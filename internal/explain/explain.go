@@ -19,6 +19,8 @@ import (
 type Mesh struct {
 	State   *workload.Snapshot
 	Network string // of the node that the source is on
+
+	AllowUnknown bool // policies that have not arrived are left out (ZTUN_UNKNOWN_POLICY=allow)
 }
 
 // A Report is what becomes of one flow. Its JSON form is stable: keys only get added.
@@ -234,6 +236,7 @@ func (m Mesh) Inbound(from *workload.Workload, source netip.Addr, to *workload.W
 }
 
 func (m Mesh) judge(r *Report, req *authz.Request) {
+	req.IgnoreMissing = m.AllowUnknown
 	v, considered := authz.Explain(m.State, req)
 	r.Verdict, r.Allowed = v.String(), &v.Allowed
 	for _, c := range considered {

@@ -35,10 +35,11 @@ type Config struct {
 // A Group is a set of loops and the set-ups that lead to their tasks. Its methods may be called from any goroutine.
 type Group struct {
 	cfg     Config
-	loops   []*eventLoop // all
-	sparse  []*eventLoop // where tasks begin
-	bulk    []*eventLoop // where those go that move much; empty if all loops are alike
-	manual  *Manual      // nil: threads
+	loops   []*eventLoop         // all
+	sparse  []*eventLoop         // where tasks begin
+	bulk    []*eventLoop         // where those go that move much; empty if all loops are alike
+	manual  *Manual              // nil: threads
+	ran     func() time.Duration // how long the calling thread has run; by hand always 0: nothing is ever saturated
 	stopped context.Context
 	stop    context.CancelFunc
 	setups  counter
@@ -80,7 +81,7 @@ func newGroup(cfg Config) *Group {
 	if cfg.Loops == 0 {
 		cfg.Loops = 1
 	}
-	g := &Group{cfg: cfg}
+	g := &Group{cfg: cfg, ran: threadTime}
 	g.stopped, g.stop = context.WithCancel(context.Background())
 	for i := range cfg.Loops + cfg.Sparse {
 		l := newEventLoop(g, i, cfg.Sparse > 0 && i >= cfg.Sparse)

@@ -27,7 +27,7 @@ func NewManualLoops(start time.Time, loops, sparse int) *Manual {
 	m := new(Manual)
 	m.now.Store(&start)
 	m.group = newGroup(Config{Loops: loops, Sparse: sparse, Now: func() time.Time { return *m.now.Load() }})
-	m.group.manual = m
+	m.group.manual, m.group.ran = m, func() time.Duration { return 0 }
 	return m
 }
 

@@ -50,10 +50,16 @@ func (l *eventLoop) place(r *Ref) {
 			p.relieved = false
 			p.count(-1)
 			l.move(r, leastLoaded(l.g.sparse))
-		} else if to := l.relief(); to != nil && !p.leads {
-			p.relieved = true
-			l.move(r, to)
-		} else if to := p.best(l); to != l {
+			return
+		}
+		if !p.leads { // which would take the measurement, and nobody would be moved by it
+			if to := l.relief(); to != nil {
+				p.relieved = true
+				l.move(r, to)
+				return
+			}
+		}
+		if to := p.best(l); to != l {
 			l.move(r, to)
 		}
 	}
@@ -103,7 +109,7 @@ func (l *eventLoop) relief() *eventLoop {
 	if window < sparseWindow {
 		return nil
 	}
-	ran := l.ran()
+	ran := l.g.ran()
 	percent := int32(100 * (ran - l.load.ran) / window)
 	if l.load.from.IsZero() {
 		percent = 0
@@ -120,14 +126,6 @@ func (l *eventLoop) relief() *eventLoop {
 		}
 	}
 	return nil
-}
-
-// ran is how long the thread has run; always 0 by hand, where nothing is ever saturated.
-func (l *eventLoop) ran() time.Duration {
-	if l.g.manual != nil {
-		return 0
-	}
-	return threadTime()
 }
 
 // move hands a task, with its children, watches, timers and the messages that wait for it, over to another loop. It is called

@@ -394,6 +394,56 @@ func TestTasksWithMuchWorkLeaveTheirLeader(t *testing.T) {
 	m.Settle()
 }
 
+func TestASaturatedLoopKeepsItsLeaderAndGivesOthersAway(t *testing.T) {
+	m := NewManualLoops(epoch, 2, 1)
+	defer func() {
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	m.Group().ran = func() time.Duration { return m.Group().Now().Sub(epoch) } // all the time
+	tasks := make([]*bulkTask, 3)
+	for i := range tasks {
+		b := &bulkTask{n: bulkBytes + 1}
+		tasks[i] = b
+		m.Group().Add(func(r *Ref) Task {
+			if b.r = r; i == 0 {
+				r.Lead()
+			} else {
+				r.Beside(tasks[0].r, false)
+			}
+			return b
+		})
+		m.Settle()
+	}
+	leader := tasks[0].r.home()
+	apart := func() (n int) {
+		for _, b := range tasks[1:] {
+			if b.r.home() != leader {
+				n++
+			}
+		}
+		return n
+	}
+	if apart() != 0 {
+		t.Fatal("the tasks are not beside their leader; the test is to see one go")
+	}
+	for range 20 { // their windows end in the same round, the leader's first
+		m.Advance(sparseWindow)
+		for _, b := range tasks {
+			b.r.Wake()
+		}
+		m.Settle()
+	}
+	if apart() == 0 || tasks[0].r.home() != leader {
+		t.Errorf("%d tasks have left the saturated loop, the leader stayed: %v; want one at least, and that it did", apart(), tasks[0].r.home() == leader)
+	}
+	for _, b := range tasks {
+		b.r.Post(b.r.Remove)
+	}
+	m.Settle()
+}
+
 func TestALeaderHasEverySecondTurn(t *testing.T) {
 	m := newManual(t)
 	var order []byte

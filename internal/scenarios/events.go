@@ -44,6 +44,7 @@ func read(r io.Reader, out io.Writer) (*results, error) {
 	res := &results{passed: make(map[string][]string)}
 	output := make(map[string]*bytes.Buffer) // of tests that run, and of packages
 	packages := 0
+	begun := make(map[string]bool) // packages that have not ended
 	in := bufio.NewScanner(r)
 	in.Buffer(nil, 16<<20)
 	for in.Scan() {
@@ -56,6 +57,8 @@ func read(r io.Reader, out io.Writer) (*results, error) {
 		top, _, _ := strings.Cut(e.Test, "/")
 		key := e.Package + "\x00" + top // subtests are shown with their test
 		switch e.Action {
+		case "start":
+			begun[e.Package] = true
 		case "build-output":
 			_, _ = fmt.Fprint(out, e.Output)
 		case "build-fail":
@@ -86,6 +89,7 @@ func read(r io.Reader, out io.Writer) (*results, error) {
 			delete(output, key)
 			if e.Test == "" {
 				packages++
+				delete(begun, e.Package)
 			}
 		}
 	}
@@ -94,6 +98,9 @@ func read(r io.Reader, out io.Writer) (*results, error) {
 	}
 	if packages == 0 && len(res.failed) == 0 {
 		return nil, errors.New("no package was tested: go test -json goes before this in the pipe")
+	}
+	for p := range begun {
+		res.failed = append(res.failed, p+" (did not end)")
 	}
 	slices.Sort(res.failed)
 	res.failed = slices.Compact(res.failed)

@@ -62,6 +62,19 @@ func TestRun(t *testing.T) {
 			scenarios: scenarios, untested: "{}", code: 1, want: []string{"r.go:1: no\n", "scenarios: failed: r\n"},
 		},
 		{name: "nothing", events: "", scenarios: scenarios, untested: "{}", code: 1, want: []string{"no package was tested"}},
+		{
+			name: "died midway", events: passes + `{"Action":"start","Package":"z"}` + "\n" + `{"Action":"run","Package":"z","Test":"TestZ"}`, scenarios: scenarios, untested: "{DP-2: x}", code: 1,
+			want: []string{"scenarios: failed: z (did not end)\n"},
+		},
+		{
+			name: "a command", args: []string{"--", "printf", "%s\n", `{"Action":"pass","Package":"p","Test":"TestA/DP-1,DP-2,FP-03"}`, `{"Action":"pass","Package":"p"}`},
+			scenarios: scenarios, untested: "{}", code: 0, want: []string{"2 of   4,   2 due"},
+		},
+		{
+			name: "a command that fails", args: []string{"--", "sh", "-c", `echo '{"Action":"pass","Package":"p","Test":"TestA/DP-1,DP-2,FP-03"}'; echo '{"Action":"pass","Package":"p"}'; exit 3`},
+			scenarios: scenarios, untested: "{}", code: 1, want: []string{"2 of   4,   2 due", "scenarios: sh: exit status 3"},
+		},
+		{name: "no command", args: []string{"--", "./nothing"}, scenarios: scenarios, untested: "{}", code: 1, want: []string{"./nothing"}},
 		{name: "go's own words", events: "go: no\n" + passes, scenarios: scenarios, untested: "{DP-2: x}", code: 0, want: []string{"go: no\n"}},
 		{name: "unknown scenario", events: passes, scenarios: scenarios, untested: "{DP-9: x}", code: 2, want: []string{"DP-9: there is no such scenario"}},
 		{name: "no reason", events: passes, scenarios: scenarios, untested: `{DP-2: ""}`, code: 2, want: []string{"DP-2: no reason"}},
@@ -79,7 +92,7 @@ func TestRun(t *testing.T) {
 				}
 			}
 			var out strings.Builder
-			code := run(append([]string{"-dir", dir}, tt.args...), strings.NewReader(tt.events), &out, &out)
+			code := run(t.Context(), append([]string{"-dir", dir}, tt.args...), strings.NewReader(tt.events), &out, &out)
 			if code != tt.code {
 				t.Errorf("ends with %d, want %d", code, tt.code)
 			}
@@ -98,7 +111,7 @@ func TestRun(t *testing.T) {
 	}
 	t.Run("no plan", func(t *testing.T) {
 		var out strings.Builder
-		if code := run([]string{"-dir", t.TempDir()}, strings.NewReader(passes), &out, &out); code != 2 {
+		if code := run(t.Context(), []string{"-dir", t.TempDir()}, strings.NewReader(passes), &out, &out); code != 2 {
 			t.Errorf("ends with %d: %s", code, out.String())
 		}
 	})
