@@ -184,6 +184,22 @@ func TestAnotherEndpointIsTried(t *testing.T) {
 	if req.answer != "RST" || len(b.tunnel.targets) != 1 {
 		t.Errorf("denied: answer %q after %d attempts, want RST after 1", req.answer, len(b.tunnel.targets))
 	}
+
+	// Each attempt stands under the endpoint that it was made to.
+	var got []string
+	for line := range strings.Lines(b.lines(t)) {
+		_, dst, _ := strings.Cut(line, "dst.addr=")
+		dst, _, _ = strings.Cut(dst, " ")
+		got = append(got, fmt.Sprint(dst, " failed: ", strings.Contains(line, "error=")))
+	}
+	other := "10.244.1.8:15008"
+	if first.String() == other {
+		other = "10.244.1.7:15008"
+	}
+	want := []string{first.String() + " failed: true", other + " failed: false", first.String() + " failed: true"}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("records (-want +got):\n%s", diff)
+	}
 }
 
 func TestWhatTheTunnelIsAskedFor(t *testing.T) {

@@ -41,8 +41,12 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 			}
 			break
 		}
+		if conn != nil { // it names the endpoint that has failed
+			conn.Finish(failed)
+			conn = nil
+		}
 		known := outboundFacts(facts, self, &d)
-		if conn == nil && d.Route != DoubleHBONE {
+		if d.Route != DoubleHBONE {
 			conn = p.conns.open(p.cfg.Records, known, end)
 		}
 		upstream, err := p.openUpstream(ctx, &q, &d, f)
