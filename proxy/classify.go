@@ -49,6 +49,8 @@ func connectReason(err error) telemetry.Reason {
 		return telemetry.ReasonRefused
 	case errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH):
 		return telemetry.ReasonNoRoute
+	case errors.Is(err, syscall.EMFILE), errors.Is(err, syscall.ENFILE):
+		return telemetry.ReasonLimit
 	}
 	return telemetry.ReasonOther
 }

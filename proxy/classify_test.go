@@ -29,6 +29,7 @@ func TestErrorsAreCountedByFlagAndReason(t *testing.T) {
 		{errSelfCall, telemetry.FlagConnect, telemetry.ReasonSelfCall},
 		{fmt.Errorf("x: %w", syscall.ECONNREFUSED), telemetry.FlagConnect, telemetry.ReasonRefused},
 		{syscall.EHOSTUNREACH, telemetry.FlagConnect, telemetry.ReasonNoRoute},
+		{fmt.Errorf("x: %w", syscall.EMFILE), telemetry.FlagConnect, telemetry.ReasonLimit},
 		{context.DeadlineExceeded, telemetry.FlagConnect, telemetry.ReasonTimeout},
 		{stack.ErrGone, telemetry.FlagNone, telemetry.ReasonOther},
 		{errTunnelLost, telemetry.FlagReset, telemetry.ReasonReset},

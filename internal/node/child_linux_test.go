@@ -8,7 +8,9 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -25,6 +27,7 @@ const (
 	childDeprive  = "ZTUN_NODE_TEST_DEPRIVE"   // what deprive takes away
 	childMounts   = "ZTUN_NODE_TEST_MOUNTS"    // netns=file, a list like PATH
 	childWritable = "ZTUN_NODE_TEST_WRITABLE"  // the only directory that stays writable in a container
+	childFiles    = "ZTUN_NODE_TEST_FILES"     // how many descriptors it may have
 )
 
 // Exit codes of a child.
@@ -42,6 +45,11 @@ func runAsChild() bool {
 	err := func() error {
 		if err := deprive(os.Getenv(childDeprive)); err != nil {
 			return fmt.Errorf("test: %w", err)
+		}
+		if n, err := strconv.ParseUint(os.Getenv(childFiles), 10, 64); err == nil {
+			if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &syscall.Rlimit{Cur: n, Max: n}); err != nil {
+				return fmt.Errorf("test: %w", err)
+			}
 		}
 		cfg, err := config.Load(config.Sources{File: file})
 		if err != nil {

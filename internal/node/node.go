@@ -45,31 +45,32 @@ import (
 
 // A Node is the process.
 type Node struct {
-	cfg        *config.Config
-	log        *slog.Logger
-	group      *loop.Group
-	store      workload.Store
-	records    *telemetry.Recorder
-	conns      *proxy.Connections
-	identities *identity.Manager
-	limits     *stack.Limits // unanswered SYNs
-	questions  *stack.Limits // DNS
-	budget     *loop.Budget  // bytes that connections hold
-	marks      tun.Marks
-	stateDir   string
-	generation uint64
-	workers    int // threads that move bytes
-	rand       func() uint64
-	specs      []podSpec
-	quit       context.CancelCauseFunc // ends the process in order; set by run
-	levels     *telemetry.Levels
-	readiness  *admin.Readiness
-	ready      *admin.Task
-	gate       gate
-	admin      *admin.Server
-	registry   *prometheus.Registry
-	tunnels    *hbone.Metrics
-	metrics    *metrics
+	cfg         *config.Config
+	log         *slog.Logger
+	group       *loop.Group
+	store       workload.Store
+	records     *telemetry.Recorder
+	conns       *proxy.Connections
+	identities  *identity.Manager
+	limits      *stack.Limits // unanswered SYNs
+	questions   *stack.Limits // DNS
+	budget      *loop.Budget  // bytes that connections hold
+	descriptors *underlay.Descriptors
+	marks       tun.Marks
+	stateDir    string
+	generation  uint64
+	workers     int // threads that move bytes
+	rand        func() uint64
+	specs       []podSpec
+	quit        context.CancelCauseFunc // ends the process in order; set by run
+	levels      *telemetry.Levels
+	readiness   *admin.Readiness
+	ready       *admin.Task
+	gate        gate
+	admin       *admin.Server
+	registry    *prometheus.Registry
+	tunnels     *hbone.Metrics
+	metrics     *metrics
 
 	processors sync.Mutex // held while GOMAXPROCS is another than usual
 
@@ -165,6 +166,10 @@ func build(cfg *config.Config, o Options) (*Node, error) {
 	if _, set := os.LookupEnv("GOGC"); !set {
 		// Moving bytes allocates nothing, so there is little garbage: less headroom for it costs nothing that can be seen.
 		debug.SetGCPercent(gcPercent)
+	}
+	if n.descriptors, err = underlay.NewDescriptors(time.Now, n.log); err != nil {
+		n.close()
+		return nil, err
 	}
 	n.group, err = loop.New(loop.Config{Loops: n.workers, Sparse: sparse, Now: time.Now})
 	if err == nil {

@@ -200,7 +200,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	ch <- prometheus.MustNewConstMetric(c.full, prometheus.CounterValue, float64(c.n.budget.TimesFull()))
 	gauge(c.pool, in, "inbound")
 	gauge(c.pool, out, "outbound")
-	for reason, v := range map[string]uint64{"pod_limit": sum.evicted, "process_limit": sum.limited, "dns_limit": questions, "not_of_the_pod": strays} {
+	for reason, v := range map[string]uint64{"pod_limit": sum.evicted, "process_limit": sum.limited, "dns_limit": questions, "descriptor_limit": c.n.descriptors.Refused(), "not_of_the_pod": strays} {
 		ch <- prometheus.MustNewConstMetric(c.refused, prometheus.CounterValue, float64(v), reason)
 	}
 }

@@ -105,7 +105,7 @@ func (n *Node) startPod(ctx context.Context, p *pod) (err error) {
 		marks = redirectMarks()
 	}
 	u, err := underlay.New(underlay.Config{
-		Netns: p.spec.netns, Group: n.group, Marks: marks, Rand: n.rand, Log: l.log,
+		Netns: p.spec.netns, Group: n.group, Marks: marks, Rand: n.rand, Log: l.log, Descriptors: n.descriptors,
 		KeepaliveTime: n.keepaliveTime(), KeepaliveInterval: n.cfg.KeepaliveInterval, KeepaliveRetries: int(n.cfg.KeepaliveRetries),
 		NoUserTimeout: !n.cfg.UserTimeoutEnabled,
 	})

@@ -18,7 +18,7 @@ const acceptPause = 100 * time.Millisecond
 // answers until accept takes one. Answers of others do not arrive: the socket is connected.
 func (u *Underlay) Exchange(ctx context.Context, server netip.AddrPort, msg, buf []byte, accept func(answer []byte) bool) ([]byte, error) {
 	domain, sa := sockaddr(server)
-	fd, err := u.cfg.Netns.Socket(domain, unix.SOCK_DGRAM|unix.SOCK_NONBLOCK, unix.IPPROTO_UDP)
+	fd, err := u.socket(domain, unix.SOCK_DGRAM|unix.SOCK_NONBLOCK, unix.IPPROTO_UDP)
 	if err != nil {
 		return nil, err
 	}

@@ -119,6 +119,10 @@ func (l *Listener) Turn(int) bool {
 		if l.may != nil && !l.may() {
 			return false
 		}
+		if !l.u.cfg.Descriptors.left(l.fd) {
+			l.pause()
+			return false
+		}
 		fd, _, err := unix.Accept4(l.fd, unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC)
 		switch err {
 		case nil:
@@ -131,13 +135,18 @@ func (l *Listener) Turn(int) bool {
 		case unix.EINTR, unix.ECONNABORTED:
 		case unix.EAGAIN:
 			return false
-		default: // out of descriptors or memory: try again later, the backlog keeps them
+		default: // out of memory, for example
 			l.u.cfg.Log.Warn("listener cannot accept", "address", l.addr.String(), "error", err.Error())
-			l.paused = l.ref.After(acceptPause, func() { l.paused = nil; l.ref.Wake() })
+			l.pause()
 			return false
 		}
 	}
 	return true
+}
+
+// pause makes the listener look again after a while. The backlog keeps what comes.
+func (l *Listener) pause() {
+	l.paused = l.ref.After(acceptPause, func() { l.paused = nil; l.ref.Wake() })
 }
 
 func (l *Listener) String() string { return "the listener on " + l.addr.String() }

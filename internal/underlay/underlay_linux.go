@@ -22,6 +22,8 @@ type Config struct {
 	Rand  func() uint64 // chooses ports
 	Log   *slog.Logger
 
+	Descriptors *Descriptors // of the process; nil: connections may take all
+
 	// Keepalive finds dead peers (defaults: 45 s, 15 s, 3). On tunnels, whose both ends always read, unacknowledged data may
 	// also not be older than their sum, 90 s (TCP_USER_TIMEOUT). Not on connections of applications: the kernel would cut one
 	// whose reader pauses, because a window of zero counts as no acknowledgement (measured).
@@ -145,7 +147,7 @@ func bindTransparent(fd int, from netip.AddrPort) error {
 // dial makes a socket with a mark, prepares it, and waits until it is connected.
 func (u *Underlay) dial(ctx context.Context, dst netip.AddrPort, mark uint32, prepare func(fd int) error) (*Conn, error) {
 	domain, sa := sockaddr(dst)
-	fd, err := u.cfg.Netns.Socket(domain, unix.SOCK_STREAM|unix.SOCK_NONBLOCK, unix.IPPROTO_TCP)
+	fd, err := u.socket(domain, unix.SOCK_STREAM|unix.SOCK_NONBLOCK, unix.IPPROTO_TCP)
 	if err != nil {
 		return nil, err
 	}

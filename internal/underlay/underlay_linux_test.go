@@ -12,6 +12,7 @@ import (
 	"os"
 	"runtime"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -288,6 +289,89 @@ func TestNetnsListenerWaitsWhileItMayNotAccept(t *testing.T) {
 	l.Resume()
 	(<-conns).Close()
 }
+
+// Connections leave the last descriptors to others, and go on when there are more again.
+func TestNetnsDescriptorsAreReserved(t *testing.T) {
+	t.Run("FP-19", func(t *testing.T) {
+		u := newUnderlay(t)
+		lowest := func() int {
+			fd, err := unix.FcntlInt(0, unix.F_DUPFD_CLOEXEC, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return fd
+		}
+		fd := lowest()
+		unix.Close(fd)
+		var log lockedBuffer
+		looks := make(chan struct{}, 1024)
+		d := &Descriptors{limit: fd + 60, first: fd + 20, log: slog.New(slog.NewTextHandler(&log, nil)), now: func() time.Time {
+			looks <- struct{}{}
+			return time.Unix(1e9, 0)
+		}}
+		limited, err := New(u.cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		limited.cfg.Descriptors = d
+		a, conns := listen(t, limited, "127.0.0.1")
+		for range 2 { // while there are some
+			c, err := limited.Dial(t.Context(), a)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			defer (<-conns).Close()
+		}
+		var taken []int
+		for len(taken) == 0 || taken[len(taken)-1] < d.first {
+			taken = append(taken, lowest())
+		}
+		if _, err := limited.Dial(t.Context(), a); !errors.Is(err, unix.EMFILE) || d.Refused() != 1 {
+			t.Errorf("a connection beyond the limit: %v, %d counted", err, d.Refused())
+		}
+		if _, err := limited.Exchange(t.Context(), a, nil, nil, nil); !errors.Is(err, unix.EMFILE) {
+			t.Errorf("a question beyond the limit: %v", err)
+		}
+		for len(looks) > 0 {
+			<-looks
+		}
+		c, err := u.Dial(t.Context(), a) // of somebody else
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		for range 3 { // the listener has looked, and looks again
+			<-looks
+		}
+		select {
+		case <-conns:
+			t.Error("accepted beyond the limit")
+		default:
+		}
+		for _, fd := range taken {
+			unix.Close(fd)
+		}
+		(<-conns).Close()
+		if n := strings.Count(log.String(), "descriptor limit reached"); n != 1 {
+			t.Errorf("%d lines in a minute, want one:\n%s", n, log.String())
+		}
+	})
+}
+
+// A lockedBuffer is a log that several goroutines write.
+type lockedBuffer struct {
+	mu sync.Mutex
+	b  strings.Builder
+}
+
+func (l *lockedBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *lockedBuffer) String() string { l.mu.Lock(); defer l.mu.Unlock(); return l.b.String() }
 
 func TestNetnsListenerNamesAPortThatIsTaken(t *testing.T) {
 	u := newUnderlay(t)
