@@ -79,10 +79,12 @@ func (r *Ref) Wake() {
 
 // WakeLocal is Wake for callers on the task's own loop: the task is queued at once, so that a parent which wakes a child in its
 // turn finds it in RunChildren of the same turn.
+//
+// It does not rely on a wake that is on its way already: whoever sent that may have been descheduled before it was in the inbox (seen
+// as 109 turns of others).
 func (r *Ref) WakeLocal() {
-	if !r.wakePending.Swap(true) {
-		r.enqueue()
-	}
+	r.wakePending.Store(true)
+	r.enqueue()
 }
 
 // enqueue puts a woken task where its turn comes from: a child behind its siblings, and its ancestors behind theirs. A
