@@ -30,7 +30,7 @@ func TestHalfClosedConnectionWithoutBytes(t *testing.T) {
 		return true
 	}
 	for _, who := range []string{"client", "server"} {
-		t.Run("FIN of the "+who, func(t *testing.T) {
+		t.Run("FP-06 FIN of the "+who, func(t *testing.T) {
 			b, req, server := half(t, 0)
 			from, to := req.app, server
 			if who == "server" {
@@ -55,7 +55,7 @@ func TestHalfClosedConnectionWithoutBytes(t *testing.T) {
 			}
 		})
 	}
-	t.Run("FP-04 FP-06 open in both directions", func(t *testing.T) {
+	t.Run("FP-04 open in both directions", func(t *testing.T) {
 		b, req, server := half(t, 0)
 		b.Advance(100 * time.Hour)
 		b.push(t, req.app, server, "still there")
@@ -80,7 +80,7 @@ func TestHalfClosedConnectionWithoutBytes(t *testing.T) {
 			t.Errorf("access log %q", got)
 		}
 	})
-	t.Run("no limit", func(t *testing.T) {
+	t.Run("FP-06 no limit", func(t *testing.T) {
 		b, req, server := half(t, -1)
 		b.exchange(t, req.app, "x")
 		b.Advance(100 * time.Hour)
