@@ -236,10 +236,15 @@ func (d *decoder) prefix(n *yaml.Node, path string) (netip.Prefix, bool) {
 		d.errorf(n, path, "want an IP prefix such as 10.0.0.0/8, have %q", s)
 		return netip.Prefix{}, false
 	}
+	return canonicalPrefix(p), true
+}
+
+// canonicalPrefix is the form in which addresses can be found in it: masked, and of IPv4 where it is written as IPv6.
+func canonicalPrefix(p netip.Prefix) netip.Prefix {
 	if a := p.Addr(); a.Is4In6() && p.Bits() >= 96 {
 		p = netip.PrefixFrom(a.Unmap(), p.Bits()-96)
 	}
-	return p.Masked(), true
+	return p.Masked()
 }
 
 func (d *decoder) identities(dst *[]Identity) field {
@@ -321,14 +326,20 @@ func (d *decoder) destination(dst *GatewayAddress) field {
 		if !ok {
 			return
 		}
-		if a, ok := parseNetworkAddr(s); ok {
-			dst.Address = a
-		} else if k, ok := ParseServiceKey(s); ok {
-			dst.Hostname = ServiceKey{k.Namespace, strings.ToLower(k.Hostname)}
-		} else {
+		if !dst.parse(s) {
 			d.errorf(n, path, "want <network>/<ip> or <namespace>/<hostname>, have %q", s)
 		}
 	}
+}
+
+// parse reads the address or the hostname; the port stays.
+func (g *GatewayAddress) parse(s string) (ok bool) {
+	if g.Address, ok = parseNetworkAddr(s); ok {
+		return true
+	}
+	g.Address = NetworkAddr{}
+	g.Hostname, ok = ParseServiceKey(strings.ToLower(s))
+	return ok
 }
 
 func (d *decoder) gateway(dst *GatewayAddress) field {

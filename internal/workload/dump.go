@@ -247,16 +247,11 @@ func matchOf(m *Match) matchJSON {
 func textsOf(list []StringMatch) []any {
 	var out []any
 	for _, m := range list {
-		switch m.Kind {
-		case MatchExact:
-			out = append(out, map[string]string{"Exact": m.Value})
-		case MatchPrefix:
-			out = append(out, map[string]string{"Prefix": m.Value})
-		case MatchSuffix:
-			out = append(out, map[string]string{"Suffix": m.Value})
-		default:
-			out = append(out, map[string][]string{"Presence": {}})
+		var value any = []string{}
+		if m.Kind != MatchPresence {
+			value = m.Value
 		}
+		out = append(out, map[string]any{matchKinds[m.Kind]: value})
 	}
 	return out
 }
@@ -346,13 +341,13 @@ func (p *dumpParser) workload(j *workloadJSON, ports map[ServiceKey]PortMap) *Wo
 		w.Addresses = append(w.Addresses, a.Unmap())
 	}
 	if t := j.ApplicationTunnel; t != nil {
-		w.AppTunnel = &AppTunnel{PROXY: t.Protocol == "PROXY", Port: t.Port}
+		w.AppTunnel = &AppTunnel{PROXY: enumOf[uint8](p, "applicationTunnel.protocol", t.Protocol, appTunnelNames) == 1, Port: t.Port}
 	}
 	if l := j.Locality; l != nil {
 		w.Locality = Locality{l.Region, l.Zone, l.Subzone}
 	}
 	for _, text := range j.Services {
-		key, ok := ParseServiceKey(text)
+		key, ok := ParseServiceKey(strings.ToLower(text))
 		if !ok {
 			p.fail("services: %q is not namespace/hostname", text)
 			continue
@@ -366,15 +361,12 @@ func (p *dumpParser) gateway(j *gatewayJSON) *GatewayAddress {
 	if j == nil {
 		return nil
 	}
-	first, rest, ok := strings.Cut(j.Destination, "/")
-	if !ok {
+	g := &GatewayAddress{Port: j.HBONEMTLSPort}
+	if !g.parse(j.Destination) {
 		p.fail("gateway: %q is neither network/address nor namespace/hostname", j.Destination)
 		return nil
 	}
-	if a, err := netip.ParseAddr(rest); err == nil {
-		return &GatewayAddress{Address: NetworkAddr{first, a.Unmap()}, Port: j.HBONEMTLSPort}
-	}
-	return &GatewayAddress{Hostname: ServiceKey{first, strings.ToLower(rest)}, Port: j.HBONEMTLSPort}
+	return g
 }
 
 func (p *dumpParser) service(j *serviceJSON) *Service {
@@ -384,16 +376,15 @@ func (p *dumpParser) service(j *serviceJSON) *Service {
 		Visibility: enumOf[Visibility](p, "visibility", j.Visibility, visibilityNames),
 	}
 	for _, text := range j.VIPs {
-		network, ip, _ := strings.Cut(text, "/")
-		a, err := netip.ParseAddr(ip)
-		if err != nil {
+		a, ok := parseNetworkAddr(text)
+		if !ok {
 			p.fail("vips: %q is not network/address", text)
 			continue
 		}
-		v.VIPs = append(v.VIPs, NetworkAddr{network, a.Unmap()})
+		v.VIPs = append(v.VIPs, a)
 	}
 	for _, c := range j.CIDRVIPs {
-		v.CIDRVIPs = append(v.CIDRVIPs, NetworkPrefix{c.Network, c.CIDR.Masked()})
+		v.CIDRVIPs = append(v.CIDRVIPs, NetworkPrefix{c.Network, canonicalPrefix(c.CIDR)})
 	}
 	for _, text := range j.SubjectAltNames {
 		id, err := ParseIdentity(text)
@@ -442,9 +433,17 @@ func (p *dumpParser) match(j *matchJSON) Match {
 	return Match{
 		Namespaces: p.texts(j.Namespaces), NotNamespaces: p.texts(j.NotNamespaces), Principals: p.texts(j.Principals), NotPrincipals: p.texts(j.NotPrincipals),
 		ServiceAccounts: serviceAccounts(j.ServiceAccounts), NotServiceAccounts: serviceAccounts(j.NotServiceAccounts),
-		SourceIPs: j.SourceIPs, NotSourceIPs: j.NotSourceIPs, DestinationIPs: j.DestinationIPs, NotDestinationIPs: j.NotDestinationIPs,
+		SourceIPs: canonicalPrefixes(j.SourceIPs), NotSourceIPs: canonicalPrefixes(j.NotSourceIPs),
+		DestinationIPs: canonicalPrefixes(j.DestinationIPs), NotDestinationIPs: canonicalPrefixes(j.NotDestinationIPs),
 		DestinationPorts: j.DestinationPorts, NotDestinationPorts: j.NotDestinationPorts,
 	}
+}
+
+func canonicalPrefixes(list []netip.Prefix) []netip.Prefix {
+	for i, p := range list {
+		list[i] = canonicalPrefix(p)
+	}
+	return list
 }
 
 func (p *dumpParser) texts(list []any) (out []StringMatch) {
@@ -455,18 +454,17 @@ func (p *dumpParser) texts(list []any) (out []StringMatch) {
 			continue
 		}
 		for kind, value := range m {
-			text, _ := value.(string)
-			switch kind {
-			case "Exact":
-				out = append(out, StringMatch{MatchExact, text})
-			case "Prefix":
-				out = append(out, StringMatch{MatchPrefix, text})
-			case "Suffix":
-				out = append(out, StringMatch{MatchSuffix, text})
-			case "Presence":
+			i := slices.Index(matchKinds, kind)
+			text, isText := value.(string)
+			switch {
+			case i < 0:
+				p.fail("%q is none of %s", kind, strings.Join(matchKinds, ", "))
+			case MatchKind(i) == MatchPresence:
 				out = append(out, StringMatch{Kind: MatchPresence})
+			case !isText:
+				p.fail("%s: want a string, have %v", kind, value)
 			default:
-				p.fail("%q is none of Exact, Prefix, Suffix, Presence", kind)
+				out = append(out, StringMatch{MatchKind(i), text})
 			}
 		}
 	}

@@ -56,6 +56,8 @@ func TestParseDumpRefusesWhatItCannotRead(t *testing.T) {
 		"a gateway":     {`{"workloads": [{"uid": "x", "waypoint": {"destination": "wp"}}]}`, `gateway: "wp" is neither`},
 		"a service key": {`{"workloads": [{"uid": "x", "services": ["wp"]}]}`, `services: "wp" is not namespace/hostname`},
 		"a match":       {`{"policies": [{"name": "p", "rules": [[[{"principals": [{"Like": "x"}]}]]]}]}`, `policies[0] /p: "Like" is none of Exact`},
+		"a match value": {`{"policies": [{"name": "p", "rules": [[[{"principals": [{"Exact": 1}]}]]]}]}`, `policies[0] /p: Exact: want a string, have 1`},
+		"an app tunnel": {`{"workloads": [{"uid": "x", "applicationTunnel": {"protocol": "HTTP"}}]}`, `applicationTunnel.protocol: "HTTP" is none of NONE, PROXY`},
 		"a text":        {`{"policies": [{"name": "p", "rules": [[[{"principals": ["x"]}]]]}]}`, "x is none of Exact"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -63,6 +65,28 @@ func TestParseDumpRefusesWhatItCannotRead(t *testing.T) {
 				t.Errorf("ParseDump = %v, want an error with %q", err, tt.want)
 			}
 		})
+	}
+}
+
+// What is written in another form than ztun's is the same state.
+func TestParseDumpCanonicalizes(t *testing.T) {
+	st, err := ParseDump("d.json", []byte(`{
+		"workloads": [{"uid": "x", "workloadIps": ["10.0.0.1"], "services": ["shop/Cart.Local"], "waypoint": {"destination": "shop/WP.local", "hboneMtlsPort": 15008}}],
+		"services": [{"namespace": "shop", "hostname": "Cart.Local", "endpoints": {"x": {"workloadUid": "x", "port": {"80": 8080}}}}],
+		"policies": [{"name": "p", "rules": [[[{"sourceIps": ["::ffff:10.1.2.3/104"]}]]]}]
+	}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	key := ServiceKey{"shop", "cart.local"}
+	if ends := NewSnapshot(st).Endpoints(key); len(ends) != 1 || ends[0].Ports[80] != 8080 {
+		t.Errorf("endpoints of %s are %v, want x with 80 to 8080", key, ends)
+	}
+	if got, want := st.Workloads[0].Waypoint.Hostname, (ServiceKey{"shop", "wp.local"}); got != want {
+		t.Errorf("waypoint is %v, want %v", got, want)
+	}
+	if got, want := st.Policies[0].Groups[0][0][0].SourceIPs[0], netip.MustParsePrefix("10.0.0.0/8"); got != want {
+		t.Errorf("source prefix is %v, want %v", got, want)
 	}
 }
 

@@ -109,12 +109,14 @@ func (d *decoder) lower(dst *string) field {
 	}
 }
 
+var appTunnelNames = []string{"NONE", "PROXY"}
+
 func (d *decoder) appTunnel(dst **AppTunnel) field {
 	return func(n *yaml.Node, path string) {
 		var t AppTunnel
 		var protocol uint8
 		d.mapping(n, path, map[string]field{
-			"protocol": enum(d, &protocol, []string{"NONE", "PROXY"}),
+			"protocol": enum(d, &protocol, appTunnelNames),
 			"port":     d.port(&t.Port),
 		}, "protocol")
 		t.PROXY = protocol == 1
