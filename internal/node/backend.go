@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"net/netip"
 	"runtime"
 
@@ -61,6 +60,9 @@ func redirectMarks() tun.Marks {
 	return tun.Marks{Own: 0x539, Deliver: 0x539, OwnMask: tun.DefaultMarkMask}
 }
 
+// A makeHandler makes the handler of a pod's flows; local knows the pod's addresses.
+type makeHandler func(local func(netip.Addr) bool) (stack.Handler, error)
+
 // A tunBackend is a TUN device and the netstack on it.
 type tunBackend struct {
 	device *tun.Kernel
@@ -71,15 +73,15 @@ type tunBackend struct {
 
 // openTUN captures the pod; handle makes the handler of its flows once the pod's addresses can be known. If it fails nothing is left,
 // but for a pod that was found captured, or that is held.
-func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay, log *slog.Logger, hold bool, handle func(local func(netip.Addr) bool) (stack.Handler, error)) (_ *tunBackend, err error) {
+func (n *Node) openTUN(ctx context.Context, l *pipeline, spec *podSpec, u *underlay.Underlay, handle makeHandler) (_ backend, err error) {
 	b := new(tunBackend)
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, b.close(ctx, !hold && !b.found()))
+			err = errors.Join(err, b.close(ctx, !l.hold && !b.found()))
 		}
 	}()
 	b.device, err = tun.Open(ctx, tun.Config{
-		Netns: spec.netns, UID: spec.uid, Generation: n.generation, Marks: n.marks, StateDir: n.stateDir, Log: log, NoIPv6: !n.cfg.IPv6Enabled,
+		Netns: spec.netns, UID: spec.uid, Generation: n.generation, Marks: n.marks, StateDir: n.stateDir, Log: l.log, NoIPv6: !n.cfg.IPv6Enabled,
 		FailOpenRoute: n.failOpenRoute,
 	})
 	if err != nil {
@@ -91,7 +93,7 @@ func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay,
 	}
 	n.withOneProcessor(func() {
 		b.stack, err = stack.New(stack.Config{
-			Device: lent{b.device}, Group: n.group, Handler: handler, Log: log, Limits: n.limits, MaxInFlight: int(n.cfg.MaxInFlightPerPod), Budget: n.budget,
+			Device: lent{b.device}, Group: n.group, Handler: handler, Log: l.log, Limits: n.limits, MaxInFlight: int(n.cfg.MaxInFlightPerPod), Budget: n.budget,
 			KeepaliveTime: n.keepaliveTime(), KeepaliveInterval: n.cfg.KeepaliveInterval, KeepaliveRetries: int(n.cfg.KeepaliveRetries),
 			UserTimeout: -1, // it would cut an application that stops reading for a while
 		})
@@ -107,8 +109,8 @@ func (n *Node) openTUN(ctx context.Context, spec *podSpec, u *underlay.Underlay,
 			return nil, err
 		}
 	}
-	b.mtu = watchMTU(n.group, b.device, b.stack, log)
-	log.Info("pod captured", "device", tun.DefaultName, "addresses", b.device.Addrs(), "ingress_mark", b.device.MarkedBy())
+	b.mtu = watchMTU(n.group, b.device, b.stack, l.log)
+	l.log.Info("pod captured", "device", tun.DefaultName, "addresses", b.device.Addrs(), "ingress_mark", b.device.MarkedBy())
 	return b, nil
 }
 
@@ -165,11 +167,11 @@ type redirectBackend struct {
 	listeners *underlay.Redirect
 }
 
-func (n *Node) openRedirect(spec *podSpec, u *underlay.Underlay, log *slog.Logger, handle func(local func(netip.Addr) bool) (stack.Handler, error)) (_ *redirectBackend, err error) {
+func (n *Node) openRedirect(ctx context.Context, l *pipeline, spec *podSpec, u *underlay.Underlay, handle makeHandler) (_ backend, err error) {
 	b := new(redirectBackend)
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, b.close(context.Background(), false))
+			err = errors.Join(err, b.close(ctx, false))
 		}
 	}()
 	if b.addrs, err = tun.WatchAddresses(spec.netns); err != nil {
@@ -187,7 +189,7 @@ func (n *Node) openRedirect(spec *podSpec, u *underlay.Underlay, log *slog.Logge
 	if err := b.listeners.Start(); err != nil {
 		return nil, err
 	}
-	log.Info("pod captured", "listeners", b.listeners.Addrs(), "addresses", b.addrs.List())
+	l.log.Info("pod captured", "listeners", b.listeners.Addrs(), "addresses", b.addrs.List())
 	return b, nil
 }
 
@@ -205,6 +207,8 @@ func (b *redirectBackend) refusals() refusals {
 func (b *redirectBackend) found() bool { return false }
 
 func (b *redirectBackend) close(ctx context.Context, _ bool) (err error) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
+	defer cancel()
 	if b.listeners != nil {
 		err = b.listeners.Close(ctx)
 	}

@@ -100,9 +100,9 @@ func (n *Node) startPod(ctx context.Context, p *pod) (err error) {
 		return err
 	}
 	l.log = p.log.With("capture", l.choice.capture.String())
-	marks := n.marks
+	marks, open := n.marks, n.openTUN
 	if l.choice.capture == config.CaptureRedirect {
-		marks = redirectMarks()
+		marks, open = redirectMarks(), n.openRedirect
 	}
 	u, err := underlay.New(underlay.Config{
 		Netns: p.spec.netns, Group: n.group, Marks: marks, Rand: n.rand, Log: l.log, Descriptors: n.descriptors,
@@ -123,12 +123,7 @@ func (n *Node) startPod(ctx context.Context, p *pod) (err error) {
 	handle := func(local func(netip.Addr) bool) (stack.Handler, error) {
 		return l.assemble(n, &p.spec.client, u, local)
 	}
-	if l.choice.capture == config.CaptureRedirect {
-		l.backend, err = asBackend(n.openRedirect(&p.spec, u, l.log, handle))
-	} else {
-		l.backend, err = asBackend(n.openTUN(ctx, &p.spec, u, l.log, l.hold, handle))
-	}
-	if err != nil {
+	if l.backend, err = open(ctx, l, &p.spec, u, handle); err != nil {
 		return err
 	}
 	if err := l.listener.Start(l.server.Serve); err != nil {
@@ -153,14 +148,6 @@ func unlessZero(d time.Duration) time.Duration {
 		return -1
 	}
 	return d
-}
-
-// asBackend keeps a nil pointer from becoming a backend that is not nil.
-func asBackend[B backend](b B, err error) (backend, error) {
-	if err != nil {
-		return nil, err
-	}
-	return b, nil
 }
 
 func listenHBONE(u *underlay.Underlay, spec *podSpec) (*underlay.Listener, error) {
