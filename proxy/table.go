@@ -8,7 +8,7 @@ import (
 )
 
 // Tables are what has been prepared for picks of one source in one snapshot: which endpoints of a service come into question does not
-// depend on chance. A pick among 10,000 endpoints takes 0.1 µs then, against 160 (measured). The zero value is empty; it is safe for
+// depend on chance. A decision with a pick among 10,000 endpoints takes 0.25 µs then, against 160 (measured). The zero value is empty; it is safe for
 // concurrent use.
 type Tables struct {
 	mu sync.RWMutex // guards below
