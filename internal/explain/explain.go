@@ -215,13 +215,10 @@ func (m Mesh) remote(r *Report, from *workload.Workload, d *proxy.Decision, wayp
 		r.Verdict = "the waypoint decides about the request, and connects to the destination with an identity of its own"
 		return
 	}
-	req := authz.Request{Source: netip.AddrPortFrom(AddressOf(from), 0), Destination: d.NextHop, Workload: d.Destination}
-	if d.Route == proxy.OverHBONE {
-		req.Peer, req.Destination = from.Identity(), d.Target
-	} else {
+	if d.Route != proxy.OverHBONE {
 		return // it is outside the mesh: nobody asks
 	}
-	m.judge(r, &req)
+	m.judge(r, &authz.Request{Source: netip.AddrPortFrom(AddressOf(from), 0), Peer: from.Identity(), Destination: d.Target, Workload: d.Destination})
 }
 
 // Inbound tells what policy says of a connection to a workload: over HBONE with the identity of from, or in plaintext from an address.
