@@ -39,7 +39,7 @@ func (l *lines) Write(p []byte) (int, error) {
 func (l *lines) wait(ctx context.Context, first int, match func(line string) bool) error {
 	for {
 		l.mu.Lock()
-		news := l.all[first:]
+		news := l.all[min(first, len(l.all)):]
 		if l.more == nil {
 			l.more = make(chan struct{})
 		}
