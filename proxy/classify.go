@@ -91,6 +91,11 @@ func (e *NoEndpointError) Telemetry() (telemetry.Flag, telemetry.Reason) {
 	return telemetry.FlagConnect, telemetry.ReasonNoEndpoint
 }
 
+// Telemetry tells how a flow without a way is counted.
+func (e *routeError) Telemetry() (telemetry.Flag, telemetry.Reason) {
+	return telemetry.FlagConnect, e.reason
+}
+
 // Telemetry tells how a CONNECT that makes no sense is counted.
 func (r *rejection) Telemetry() (telemetry.Flag, telemetry.Reason) {
 	return telemetry.FlagConnect, telemetry.ReasonBadRequest

@@ -9,6 +9,7 @@ import (
 	"strconv"
 
 	"ztun.dev/ztun/internal/hbone"
+	"ztun.dev/ztun/internal/telemetry"
 	"ztun.dev/ztun/internal/workload"
 )
 
@@ -40,11 +41,13 @@ type Decision struct {
 	Route       Route
 	NextHop     netip.AddrPort     // the address that is connected to
 	Target      netip.AddrPort     // over HBONE: the authority; over double HBONE its port
+	Lookup      string             // hostname of Destination, which has no address: until it is found NextHop, or also Target, is only a port
 	Host        string             // over double HBONE: the hostname of the authority, of both streams
 	Service     *workload.Service  // that the flow was addressed to; nil if none
 	Destination *workload.Workload // at NextHop; nil if unknown
 	accepts     *workload.Service  // whose names the peer may present beside the identity of Destination
 	beyond      *workload.Service  // over double HBONE: of whose names the peer beyond the gateway has to present one
+	near        netip.Addr         // with Lookup: addresses of its family are preferred
 	Err         error              // why the flow is refused
 }
 
@@ -74,7 +77,15 @@ func (d *Decision) Authority() string {
 	if d.Route == DoubleHBONE {
 		return net.JoinHostPort(d.Host, strconv.Itoa(int(d.Target.Port())))
 	}
-	return d.Target.String()
+	return d.Told(d.Target)
+}
+
+// Told is NextHop or Target as text: with the hostname, if its address has not been found yet.
+func (d *Decision) Told(a netip.AddrPort) string {
+	if !a.Addr().IsValid() {
+		return net.JoinHostPort(d.Lookup, strconv.Itoa(int(a.Port())))
+	}
+	return a.String()
 }
 
 // A NoEndpointError refuses a flow to a service without an endpoint that could take it.
@@ -84,6 +95,18 @@ func (e *NoEndpointError) Error() string { return "no healthy upstream: " + e.Ta
 
 // errSelfCall refuses flows that would lead a proxy to itself.
 var errSelfCall = errors.New("attempted recursive call to ourselves")
+
+// A routeError refuses a flow for which the state has no way.
+type routeError struct {
+	reason telemetry.Reason
+	text   string
+}
+
+func (e *routeError) Error() string { return e.text }
+
+func noRoute(reason telemetry.Reason, format string, args ...any) error {
+	return &routeError{reason, fmt.Sprintf(format, args...)}
+}
 
 func refuse(err error) Decision { return Decision{Err: err} }
 
@@ -141,7 +164,7 @@ func classifyService(s *workload.Snapshot, q *Query, v *workload.Service) Decisi
 
 func classifyWorkload(s *workload.Snapshot, q *Query, w *workload.Workload) Decision {
 	if w.Network != q.Source.Network {
-		return refuse(fmt.Errorf("no service for target address: %s", q.Target))
+		return refuse(noRoute(telemetry.ReasonNoRoute, "no service for target address: %s", q.Target))
 	}
 	if wp := w.Waypoint; wp != nil && !skipsWaypoint(s, q, wp) {
 		return throughWaypoint(s, q, wp, nil)
@@ -156,7 +179,7 @@ func direct(s *workload.Snapshot, q *Query, e endpoint, v *workload.Service) Dec
 		return throughGateway(s, q, w, v, v)
 	}
 	ip := address(w, v, q.Target.Addr())
-	if !ip.IsValid() {
+	if !ip.IsValid() && w.Hostname == "" {
 		return Decision{Service: v, Destination: w, Err: noDestination(w)}
 	}
 	d := Decision{Route: Passthrough, NextHop: netip.AddrPortFrom(ip, e.port), Service: v, Destination: w, accepts: v}
@@ -165,11 +188,27 @@ func direct(s *workload.Snapshot, q *Query, e endpoint, v *workload.Service) Dec
 	} else if q.Source.UID == w.UID && illegalPort(e.port) {
 		return Decision{Service: v, Destination: w, Err: errSelfCall}
 	}
+	return d.reach(ip, q.Target.Addr())
+}
+
+// reach leaves a destination without an address to a resolver. near has the family that is preferred.
+func (d Decision) reach(ip, near netip.Addr) Decision {
+	if !ip.IsValid() {
+		d.Lookup, d.near = d.Destination.Hostname, near
+	}
 	return d
 }
 
+// found completes a decision by the address of Lookup.
+func (d *Decision) found(ip netip.Addr) {
+	if d.Route == OverHBONE && !d.Target.Addr().IsValid() {
+		d.Target = netip.AddrPortFrom(ip, d.Target.Port())
+	}
+	d.NextHop = netip.AddrPortFrom(ip, d.NextHop.Port())
+}
+
 func noDestination(w *workload.Workload) error {
-	return fmt.Errorf("no valid routing destination for workload: Workload{%s with uid %s (%s)}", w.Name, w.UID, w.Protocol)
+	return noRoute(telemetry.ReasonNoRoute, "no valid routing destination for workload: Workload{%s with uid %s (%s)}", w.Name, w.UID, w.Protocol)
 }
 
 // address picks the address of a workload that a flow to target goes to: target's own, if it is one of them; of those that the
@@ -213,24 +252,24 @@ func serviceWaypoint(v *workload.Service, random uint64) *workload.GatewayAddres
 func throughWaypoint(s *workload.Snapshot, q *Query, wp *workload.GatewayAddress, v *workload.Service) Decision {
 	e, via, target, ok := resolve(s, q, wp, true)
 	if !ok {
-		return Decision{Service: v, Err: fmt.Errorf("unknown waypoint: waypoint %s not found", wp)}
+		return Decision{Service: v, Err: noRoute(telemetry.ReasonWaypoint, "unknown waypoint: waypoint %s not found", wp)}
 	}
 	w := e.workload
 	if w.Network != q.Source.Network {
 		return throughGateway(s, q, w, v, via)
 	}
 	ip := address(w, via, target)
-	if !ip.IsValid() {
+	if !ip.IsValid() && w.Hostname == "" {
 		return Decision{Service: v, Destination: w, Err: noDestination(w)}
 	}
-	return Decision{Route: OverHBONE, NextHop: netip.AddrPortFrom(ip, e.port), Target: q.Target, Service: v, Destination: w, accepts: via}
+	return Decision{Route: OverHBONE, NextHop: netip.AddrPortFrom(ip, e.port), Target: q.Target, Service: v, Destination: w, accepts: via}.reach(ip, target)
 }
 
 // throughGateway leads a flow for a service to the gateway of the network that its endpoint, or its waypoint, is on: the gateway picks
 // one by the service's name. beyond is the service whose names the peer there has to have.
 func throughGateway(s *workload.Snapshot, q *Query, w *workload.Workload, v, beyond *workload.Service) Decision {
 	if v == nil {
-		return Decision{Destination: w, Err: fmt.Errorf("no service for target address: %s", q.Target)}
+		return Decision{Destination: w, Err: noRoute(telemetry.ReasonNoRoute, "no service for target address: %s", q.Target)}
 	}
 	g := w.NetworkGateway
 	if g == nil {
@@ -241,16 +280,16 @@ func throughGateway(s *workload.Snapshot, q *Query, w *workload.Workload, v, bey
 	}
 	e, via, target, ok := resolve(s, q, g, false)
 	if !ok {
-		return Decision{Service: v, Err: fmt.Errorf("unknown network gateway: network gateway %s not found", g)}
+		return Decision{Service: v, Err: noRoute(telemetry.ReasonGateway, "unknown network gateway: network gateway %s not found", g)}
 	}
 	ip := address(e.workload, via, target)
-	if !ip.IsValid() {
+	if !ip.IsValid() && e.workload.Hostname == "" {
 		return Decision{Service: v, Destination: e.workload, Err: noDestination(e.workload)}
 	}
 	return Decision{
 		Route: DoubleHBONE, NextHop: netip.AddrPortFrom(ip, e.port), Target: q.Target, Host: v.Hostname, Service: v, Destination: e.workload,
 		accepts: via, beyond: beyond,
-	}
+	}.reach(ip, target)
 }
 
 // resolve finds the workload behind the address of a waypoint or gateway and, if that names a service, the service.

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"ztun.dev/ztun/internal/hbone"
 	"ztun.dev/ztun/internal/loop"
 	"ztun.dev/ztun/internal/telemetry"
@@ -27,20 +29,23 @@ type bench struct {
 	store   *workload.Store
 	net     *fakeUnderlay
 	tunnel  *fakeTunnel
+	names   fakeResolver
 	records *telemetry.Recorder
 	conns   *Connections
 	log     *syncBuffer
+	metrics *prometheus.Registry
 }
 
 func newBench(t *testing.T, m *mesh) *bench {
 	t.Helper()
-	b := &bench{Manual: loop.NewManual(epoch), mesh: m, store: new(workload.Store), log: new(syncBuffer)}
+	b := &bench{Manual: loop.NewManual(epoch), mesh: m, store: new(workload.Store), log: new(syncBuffer), metrics: prometheus.NewRegistry()}
 	b.net = &fakeUnderlay{}
+	b.names = make(fakeResolver)
 	b.tunnel = &fakeTunnel{g: b.Group()}
 	b.store.Replace(m.state())
 	var err error
 	b.records, err = telemetry.NewRecorder(telemetry.Config{
-		Now: b.Group().Now, Access: b.log, Log: slog.New(slog.DiscardHandler), Classify: ClassifyError, Fields: []string{"response_flags", "policy"},
+		Now: b.Group().Now, Access: b.log, Log: slog.New(slog.DiscardHandler), Classify: ClassifyError, Fields: []string{"response_flags", "policy"}, Registerer: b.metrics,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -54,7 +59,7 @@ func newBench(t *testing.T, m *mesh) *bench {
 	b.Settle()
 	b.Proxy, err = New(Config{
 		Client: &workload.Client{Name: "client", Namespace: "default", ServiceAccount: "client"}, Local: func(a netip.Addr) bool { return a == addrs("10.244.0.5")[0] },
-		Store: b.store, Underlay: b.net, Tunnel: b.tunnel, DNS: echoDNS{}, Records: b.records, Connections: b.conns, Group: b.Group(),
+		Store: b.store, Underlay: b.net, Tunnel: b.tunnel, DNS: echoDNS{}, Resolver: b.names, Records: b.records, Connections: b.conns, Group: b.Group(),
 		Rand: func() uint64 { return 7 }, Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
@@ -102,6 +107,20 @@ func (s *syncBuffer) Write(p []byte) (int, error) {
 }
 
 func (s *syncBuffer) String() string { s.mu.Lock(); defer s.mu.Unlock(); return string(s.b) }
+
+// A fakeResolver knows the addresses of hostnames, and for "never" no answer.
+type fakeResolver map[string][]netip.Addr
+
+func (f fakeResolver) Resolve(ctx context.Context, hostname string) ([]netip.Addr, error) {
+	addrs, ok := f[hostname]
+	if hostname == "never" {
+		return nil, loop.Await(ctx, func(func()) {})
+	}
+	if !ok {
+		return nil, errors.New("no such name")
+	}
+	return addrs, nil
+}
 
 // A fakeUnderlay connects to pipes, or fails.
 type fakeUnderlay struct {

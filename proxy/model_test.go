@@ -3,8 +3,10 @@ package proxy
 import (
 	"fmt"
 	"math/rand/v2"
+	"net"
 	"net/netip"
 	"slices"
+	"strconv"
 	"testing"
 
 	"ztun.dev/ztun/internal/hbone"
@@ -67,28 +69,28 @@ func (m *model) toService(v *workload.Service) (all []string) {
 }
 
 func (m *model) direct(w *workload.Workload, port uint16, v *workload.Service) string {
-	ip := m.addressOf(w, v, m.q.Target.Addr())
+	at := m.addressOf(w, v, m.q.Target.Addr())
 	switch {
-	case !ip.IsValid():
+	case at == "":
 		return "refused"
 	case w.Protocol == workload.ProtocolHBONE:
-		return fmt.Sprintf("HBONE %v to %v", netip.AddrPortFrom(ip, hbone.Port), netip.AddrPortFrom(ip, port))
+		return fmt.Sprintf("HBONE %s to %s", joined(at, hbone.Port), joined(at, port))
 	case w.UID == m.q.Source.UID && illegalPort(port):
 		return "refused"
 	}
-	return fmt.Sprintf("passthrough %v", netip.AddrPortFrom(ip, port))
+	return "passthrough " + joined(at, port)
 }
 
 func (m *model) throughWaypoint(g *workload.GatewayAddress, v *workload.Service) (all []string) {
 	for _, e := range m.gateway(g, true) {
-		ip := m.addressOf(e.workload, m.gatewayService(g), m.near(g))
+		at := m.addressOf(e.workload, m.gatewayService(g), m.near(g))
 		switch {
 		case e.workload.Network != m.q.Source.Network && v != nil:
 			all = append(all, m.throughGateway(e.workload, v)...)
-		case e.workload.Network != m.q.Source.Network, !ip.IsValid():
+		case e.workload.Network != m.q.Source.Network, at == "":
 			all = append(all, "refused")
 		default:
-			all = append(all, fmt.Sprintf("HBONE %v to %v", netip.AddrPortFrom(ip, e.port), m.q.Target))
+			all = append(all, fmt.Sprintf("HBONE %s to %v", joined(at, e.port), m.q.Target))
 		}
 	}
 	if len(all) == 0 {
@@ -103,8 +105,8 @@ func (m *model) throughGateway(w *workload.Workload, v *workload.Service) (all [
 		return []string{"refused"}
 	}
 	for _, e := range m.gateway(g, false) {
-		if ip := m.addressOf(e.workload, m.gatewayService(g), m.near(g)); ip.IsValid() {
-			all = append(all, fmt.Sprintf("double HBONE %v to %s:%d", netip.AddrPortFrom(ip, e.port), v.Hostname, m.q.Target.Port()))
+		if at := m.addressOf(e.workload, m.gatewayService(g), m.near(g)); at != "" {
+			all = append(all, fmt.Sprintf("double HBONE %s to %s:%d", joined(at, e.port), v.Hostname, m.q.Target.Port()))
 		} else {
 			all = append(all, "refused")
 		}
@@ -139,12 +141,13 @@ func (m *model) gatewayWorkload(g *workload.GatewayAddress) *workload.Workload {
 	if g.Hostname == (workload.ServiceKey{}) {
 		return m.workloadAt(g.Address.Network, g.Address.Addr)
 	}
+	var best *workload.Workload // of several the one with the largest uid
 	for _, w := range m.st.Workloads {
-		if w.Namespace == g.Hostname.Namespace && w.Hostname == g.Hostname.Hostname && w.Hostname != "" {
-			return w
+		if w.Namespace == g.Hostname.Namespace && w.Hostname == g.Hostname.Hostname && w.Hostname != "" && (best == nil || w.UID > best.UID) {
+			best = w
 		}
 	}
-	return nil
+	return best
 }
 
 func (m *model) gateway(g *workload.GatewayAddress, waypoint bool) []endpoint {
@@ -251,9 +254,10 @@ func (m *model) score(lb *workload.LoadBalancer, w *workload.Workload) int {
 	return score
 }
 
-func (m *model) addressOf(w *workload.Workload, v *workload.Service, near netip.Addr) netip.Addr {
+// addressOf is the address of a workload, or the hostname that has to be resolved.
+func (m *model) addressOf(w *workload.Workload, v *workload.Service, near netip.Addr) string {
 	if slices.Contains(w.Addresses, near) {
-		return near
+		return near.String()
 	}
 	var ok []netip.Addr
 	for _, a := range w.Addresses {
@@ -264,14 +268,16 @@ func (m *model) addressOf(w *workload.Workload, v *workload.Service, near netip.
 	}
 	for _, a := range ok {
 		if a.Is4() == near.Is4() {
-			return a
+			return a.String()
 		}
 	}
 	if len(ok) > 0 {
-		return ok[0]
+		return ok[0].String()
 	}
-	return netip.Addr{}
+	return w.Hostname
 }
+
+func joined(host string, port uint16) string { return net.JoinHostPort(host, strconv.Itoa(int(port))) }
 
 // workloadAt prefers pods, then HBONE, then the larger uid.
 func (m *model) workloadAt(network string, a netip.Addr) (best *workload.Workload) {
@@ -390,6 +396,9 @@ func (r world) workload(i int) *workload.Workload {
 	if r.IntN(5) == 0 {
 		w.AppTunnel = &workload.AppTunnel{PROXY: true, Port: 15088}
 	}
+	if r.IntN(4) == 0 {
+		w.Hostname = r.one("x", "y", "db")
+	}
 	for range r.IntN(3) {
 		if a := r.addr(); !slices.Contains(w.Addresses, a) {
 			w.Addresses = append(w.Addresses, a)
@@ -436,6 +445,34 @@ func (r world) service(key workload.ServiceKey) *workload.Service {
 	return v
 }
 
+// known is an address of one of the services or workloads, if it has any.
+func (r world) known(st *workload.State) (a netip.Addr) {
+	if len(st.Services) > 0 && r.IntN(2) == 0 {
+		for _, vip := range st.Services[r.IntN(len(st.Services))].VIPs {
+			a = vip.Addr
+		}
+		return a
+	}
+	for _, ip := range st.Workloads[r.IntN(len(st.Workloads))].Addresses {
+		a = ip
+	}
+	return a
+}
+
+// meet makes it likely that gateways and networks come into play: what is random on its own seldom leads to more than one step.
+func (r world) meet(st *workload.State) {
+	if r.IntN(2) == 0 || len(st.Services) == 0 || len(st.Workloads) < 3 {
+		return
+	}
+	v, far, gateway := st.Services[0], st.Workloads[1], st.Workloads[2]
+	st.Workloads[0].Network, far.Network, gateway.Network = "", "net2", ""
+	far.Services[v.Key()] = workload.PortMap{80: 8080}
+	far.Capacity, gateway.NetworkMode = 1, workload.NetworkStandard
+	if len(gateway.Addresses) > 0 {
+		far.NetworkGateway = &workload.GatewayAddress{Address: workload.NetworkAddr{Addr: gateway.Addresses[0]}, Port: 15009}
+	}
+}
+
 // On states and flows at random the decision is one that the slow model allows, and a trace changes nothing.
 func TestDecisionsAreThoseOfTheModel(t *testing.T) {
 	routes := make(map[Route]int)
@@ -453,7 +490,11 @@ func TestDecisionsAreThoseOfTheModel(t *testing.T) {
 			}
 		}
 		source := st.Workloads[0]
+		r.meet(&st)
 		q := Query{Source: source, From: r.addr(), Target: netip.AddrPortFrom(r.addr(), []uint16{80, 80, 81, 15008, 15001}[r.IntN(5)]), Network: source.Network}
+		if known := r.known(&st); known.IsValid() && r.IntN(4) > 0 {
+			q.Target = netip.AddrPortFrom(known, q.Target.Port())
+		}
 		if len(source.Addresses) > 0 {
 			q.From = source.Addresses[0]
 		}
@@ -485,6 +526,7 @@ func TestDecisionsAreThoseOfTheModel(t *testing.T) {
 			}
 		}
 	}
+	t.Logf("routes taken: %v", routes)
 	if len(routes) < 4 {
 		t.Errorf("routes taken: %v, want all", routes)
 	}
@@ -493,11 +535,11 @@ func TestDecisionsAreThoseOfTheModel(t *testing.T) {
 func told(d *Decision) string {
 	switch d.Route {
 	case Passthrough:
-		return "passthrough " + d.NextHop.String()
+		return "passthrough " + d.Told(d.NextHop)
 	case OverHBONE:
-		return fmt.Sprintf("HBONE %v to %v", d.NextHop, d.Target)
+		return fmt.Sprintf("HBONE %s to %s", d.Told(d.NextHop), d.Told(d.Target))
 	case DoubleHBONE:
-		return fmt.Sprintf("double HBONE %v to %s", d.NextHop, d.Authority())
+		return fmt.Sprintf("double HBONE %s to %s", d.Told(d.NextHop), d.Authority())
 	}
 	return "refused"
 }

@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"net/netip"
@@ -40,6 +41,14 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 				failed = d.Err
 			}
 			break
+		}
+		if err := p.lookup(ctx, self, &d); err != nil {
+			failed = cmp.Or(failed, err)
+			if ctx.Err() != nil || d.Service == nil {
+				break
+			}
+			q.Exclude = append(q.Exclude, d.Destination)
+			continue
 		}
 		if conn != nil { // it names the endpoint that has failed
 			conn.Finish(failed)

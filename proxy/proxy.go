@@ -3,7 +3,6 @@ package proxy
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"net/netip"
 	"slices"
@@ -40,6 +39,12 @@ type DNS interface {
 	ServeDNS(ctx context.Context, client *workload.Client, from, server netip.AddrPort, tcp bool, msg, buf []byte) ([]byte, error)
 }
 
+// A Resolver finds the addresses of endpoints that have only a hostname, of both families, unmapped. None and no error: the name has
+// no address.
+type Resolver interface {
+	Resolve(ctx context.Context, hostname string) ([]netip.Addr, error)
+}
+
 // A Config configures a Proxy. The zero values of the limits are the defaults named beside them.
 type Config struct {
 	Client      *workload.Client      // which workload the pod is
@@ -49,6 +54,7 @@ type Config struct {
 	Underlay    Underlay
 	Tunnel      Tunnel
 	DNS         DNS
+	Resolver    Resolver // nil: finds nothing
 	Records     *telemetry.Recorder
 	Connections *Connections // of all pods
 	Group       *loop.Group
@@ -111,6 +117,9 @@ func New(cfg Config) (*Proxy, error) {
 		if *d.v == 0 {
 			*d.v = d.def
 		}
+	}
+	if cfg.Resolver == nil {
+		cfg.Resolver = noResolver{}
 	}
 	if cfg.MaxQuestions == 0 {
 		cfg.MaxQuestions = 512
@@ -182,7 +191,7 @@ func (p *Proxy) self(ctx context.Context) (*workload.Workload, *workload.Snapsho
 		}
 		if err != nil {
 			c := p.cfg.Client
-			return nil, nil, fmt.Errorf("failed to fetch information about local workload: %s.%s (%s)", c.ServiceAccount, c.Namespace, c.Name)
+			return nil, nil, noRoute(telemetry.ReasonUnknownWorkload, "failed to fetch information about local workload: %s.%s (%s)", c.ServiceAccount, c.Namespace, c.Name)
 		}
 	}
 }

@@ -213,7 +213,7 @@ var settings = []setting{
 	{"ZTUN_XDS_MAX_MESSAGE", "xdsMaxMessage", "2048MiB", "largest message of the control plane", func(c *Config) value { return size64(&c.XDSMaxMessageBytes, 1<<20, math.MaxInt64) }, unused, ""},
 
 	{"ZTUN_DNS_UPSTREAM", "dnsUpstream", "original", "who answers what the mesh does not know: the resolver that the application addressed (original), resolvconf, or IP addresses", func(c *Config) value { return (*upstreamValue)(&c.DNSUpstream) }, unused, ""},
-	{"ZTUN_DNS_RESOLV_CONF", "dnsResolvConf", "/etc/resolv.conf", "file with the resolvers of resolvconf", func(c *Config) value { return str(&c.DNSResolvConf) }, 0, ""},
+	{"ZTUN_DNS_RESOLV_CONF", "dnsResolvConf", "/etc/resolv.conf", "file with the resolvers of resolvconf, and of this process: hostnames of endpoints are asked there", func(c *Config) value { return str(&c.DNSResolvConf) }, 0, ""},
 	{"ZTUN_DNS_CACHE_ENTRIES", "dnsCacheEntries", "16384", "answers that are kept; 0: none", func(c *Config) value { return uint32In(&c.DNSCacheEntries, 0, math.MaxInt32) }, unused, ""},
 	{"ZTUN_DNS_CACHE_BYTES", "dnsCacheBytes", "32MiB", "size of the answers that are kept", func(c *Config) value { return size64(&c.DNSCacheBytes, 0, math.MaxInt64) }, unused, ""},
 	{"ZTUN_DNS_STALE", "dnsStale", "1h", "time for which an expired answer may be given while no resolver answers", func(c *Config) value { return (*durationValue)(&c.DNSStale) }, unused, ""},

@@ -39,6 +39,7 @@ type Report struct {
 	Route       string   `json:"route,omitempty"` // passthrough, HBONE or refused
 	Chosen      string   `json:"chosen,omitempty"`
 	NextHop     string   `json:"nextHop,omitempty"`
+	Lookup      string   `json:"lookup,omitempty"` // hostname in nextHop and authority, which the node resolves for each connection
 	Authority   string   `json:"authority,omitempty"`
 	Accepts     []string `json:"accepts,omitempty"`       // identities of which the peer has to present one
 	Beyond      []string `json:"acceptsBeyond,omitempty"` // and the peer beyond the gateway
@@ -184,7 +185,7 @@ func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 		r.Error = d.Err.Error()
 		return r
 	}
-	r.NextHop = d.NextHop.String()
+	r.NextHop, r.Lookup = d.Told(d.NextHop), d.Lookup
 	if d.Destination != nil {
 		r.Chosen = nameOf(d.Destination)
 	}

@@ -33,6 +33,9 @@ func (r *Report) Text() string {
 	if r.Chosen != "" {
 		line("chosen", "%s", r.Chosen)
 	}
+	if r.Lookup != "" {
+		line("", "has no address: %s is resolved when a connection is made", r.Lookup)
+	}
 	switch {
 	case r.Error != "":
 		line("refused", "%s", r.Error)

@@ -44,7 +44,7 @@ var table = []row{
 	{"internal/telemetry", "connection records, their metrics, the access log and the logger", []string{"workload"}},
 	{"internal/config", "one typed configuration of all sources", []string{"telemetry"}}, // filters, formats and labels are read by who uses them
 	{"internal/hbone", "HTTP/2 CONNECT over mTLS", []string{"workload", "loop"}},
-	{"dnsproxy", "names of the mesh answered, others forwarded", []string{"workload", "telemetry"}},
+	{"dnsproxy", "names of the mesh answered, others forwarded", []string{"workload", "telemetry", "loop"}}, // its resolver waits as set-ups do
 	{"internal/admin", "HTTP for people and probes: state, metrics, readiness, log levels", []string{"workload", "telemetry"}},
 	{"proxy", "decides what happens to a flow and moves its bytes", []string{"stack", "loop", "hbone", "authz", "workload", "telemetry"}},
 	{"internal/node", "the composition root", []string{

@@ -56,6 +56,8 @@ type Node struct {
 	questions   *stack.Limits // DNS
 	budget      *loop.Budget  // bytes that connections hold
 	descriptors *underlay.Descriptors
+	netns       *tun.Netns         // the process's own
+	resolver    *dnsproxy.Resolver // of endpoints that have only a hostname; asks from there
 	marks       tun.Marks
 	stateDir    string
 	generation  uint64
@@ -178,6 +180,9 @@ func build(cfg *config.Config, o Options) (*Node, error) {
 			AllowMissingPolicy: n.cfg.UnknownPolicy == config.UnknownPolicyAllow,
 		})
 	}
+	if err == nil {
+		n.resolver, err = n.newResolver()
+	}
 	if err != nil {
 		n.close()
 		return nil, err
@@ -193,6 +198,9 @@ func (n *Node) close() {
 	}
 	for _, s := range n.specs {
 		s.netns.Close()
+	}
+	if n.netns != nil {
+		n.netns.Close()
 	}
 }
 

@@ -32,11 +32,15 @@ func (n *Node) watchPeers(ctx context.Context) error {
 	}
 }
 
-// isThere reports whether a workload still has the address and the identity that a tunnel to it was made for.
+// isThere reports whether a workload still has the address and the identity that a tunnel to it was made for. What address a hostname
+// has, the state does not say.
 func isThere(state *workload.Snapshot, t *hbone.Target) bool {
 	if t.PeerUID == "" {
 		return true
 	}
 	w := state.Workload(t.PeerUID)
-	return w != nil && slices.Contains(w.Addresses, t.NextHop.Addr()) && slices.Contains(t.Accept, w.Identity())
+	if w == nil || !slices.Contains(t.Accept, w.Identity()) {
+		return false
+	}
+	return slices.Contains(w.Addresses, t.NextHop.Addr()) || len(w.Addresses) == 0 && w.Hostname != ""
 }

@@ -12,6 +12,7 @@ import (
 
 	"ztun.dev/ztun/dnsproxy"
 	"ztun.dev/ztun/internal/underlay"
+	"ztun.dev/ztun/tun"
 )
 
 // A resolver asks the resolvers that applications address, through the sockets of their pod. Where that address is not known, as
@@ -22,6 +23,20 @@ type resolver struct {
 }
 
 var _ dnsproxy.Upstream = resolver{}
+
+// newResolver resolves hostnames of endpoints from the network namespace of this process, with its own resolv.conf.
+func (n *Node) newResolver() (_ *dnsproxy.Resolver, err error) {
+	if n.netns, err = tun.CurrentNetns(); err != nil {
+		return nil, err
+	}
+	u, err := underlay.New(underlay.Config{Netns: n.netns, Group: n.group, Marks: n.marks, Rand: n.rand, Log: n.log, Descriptors: n.descriptors})
+	if err != nil {
+		return nil, err
+	}
+	return dnsproxy.NewResolver(dnsproxy.ResolverConfig{
+		Upstream: resolver{u: u}, Servers: func() []netip.AddrPort { return nameservers(n.cfg.DNSResolvConf) }, Group: n.group, Rand: n.rand, NoIPv6: !n.cfg.IPv6Enabled,
+	})
+}
 
 // Exchange implements dnsproxy.Upstream.
 func (r resolver) Exchange(ctx context.Context, server netip.AddrPort, tcp bool, msg, buf []byte, accept func([]byte) bool) ([]byte, error) {

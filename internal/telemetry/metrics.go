@@ -34,15 +34,18 @@ type metrics struct {
 	swept  time.Time // when forget was called
 	series map[labelSet]*series
 	early  [2]map[Reason]uint64 // by direction
+	dns    map[dnsLabels]uint64 // endpoints' hostnames that were looked for
 	ends   [2]map[Reason]uint64 // all failures, by direction
 	keep   []int                // places of the labels that are exported
+	dnsIn  []int                // of them, those that dns has
 
 	opened, closed, failed, received, sent        *prometheus.Desc
 	sockets, flows, earlyDeny, failures, logDrops *prometheus.Desc
+	onDemandDNS                                   *prometheus.Desc
 }
 
 func newMetrics(limit int, dropped []string) *metrics {
-	m := &metrics{limit: limit, series: make(map[labelSet]*series)}
+	m := &metrics{limit: limit, series: make(map[labelSet]*series), dns: make(map[dnsLabels]uint64)}
 	for d := range m.early {
 		m.early[d], m.ends[d] = make(map[Reason]uint64), make(map[Reason]uint64)
 	}
@@ -60,6 +63,13 @@ func newMetrics(limit int, dropped []string) *metrics {
 	m.failed = desc("istio_tcp_connections_failed_total", "The total number of TCP connections that were not established", names...)
 	m.received = desc("istio_tcp_received_bytes_total", "The size of total bytes received during request in case of a TCP connection", names...)
 	m.sent = desc("istio_tcp_sent_bytes_total", "The size of total bytes sent during response in case of a TCP connection", names...)
+	var dnsNames []string
+	for _, i := range m.keep {
+		if i >= labelSource && i < labelService {
+			m.dnsIn, dnsNames = append(m.dnsIn, i), append(dnsNames, labelNames[i])
+		}
+	}
+	m.onDemandDNS = desc("istio_on_demand_dns_total", "The total number of connections for which an endpoint's hostname was resolved (unstable)", append(dnsNames, "hostname")...)
 	m.sockets = desc("istio_tcp_sockets_open", "The current number of open accepted TCP connections and streams", "reporter")
 	m.flows = desc("ztun_flows_open", "The current number of open connections", "direction")
 	m.earlyDeny = desc("ztun_early_deny_total", "The total number of flows that failed before anything was decided about them", "direction", "reason")
@@ -71,7 +81,7 @@ func newMetrics(limit int, dropped []string) *metrics {
 // Describe implements prometheus.Collector.
 func (r *Recorder) Describe(ch chan<- *prometheus.Desc) {
 	m := r.metrics
-	for _, d := range []*prometheus.Desc{m.opened, m.closed, m.failed, m.received, m.sent, m.sockets, m.flows, m.earlyDeny, m.failures, m.logDrops} {
+	for _, d := range []*prometheus.Desc{m.opened, m.closed, m.failed, m.received, m.sent, m.sockets, m.flows, m.earlyDeny, m.failures, m.logDrops, m.onDemandDNS} {
 		ch <- d
 	}
 }
@@ -106,6 +116,13 @@ func (r *Recorder) Collect(ch chan<- prometheus.Metric) {
 				add(m.failed, prometheus.CounterValue, s.closed[f], values...)
 			}
 		}
+	}
+	for l, n := range m.dns {
+		values := make([]string, 0, len(m.dnsIn)+1)
+		for _, i := range m.dnsIn {
+			values = append(values, l.source[i-labelSource])
+		}
+		add(m.onDemandDNS, prometheus.CounterValue, n, append(values, l.hostname)...)
 	}
 	for d, name := range []string{Outbound: "outbound", Inbound: "inbound"} {
 		add(m.sockets, prometheus.GaugeValue, open[d], reporter(Direction(d)))
@@ -281,4 +298,30 @@ func (f *Facts) service() (host, namespace, name string) {
 		}
 	}
 	return host, namespace, name
+}
+
+// dnsLabels are the labels of istio_on_demand_dns_total: the eight of the source, and the hostname.
+type dnsLabels struct {
+	source   [labelService - labelSource]string
+	hostname string
+}
+
+// OnDemandDNS counts a connection for which the hostname of an endpoint has to be resolved, whether it is known already or not.
+func (r *Recorder) OnDemandDNS(source *workload.Workload, hostname string) {
+	var all labelSet
+	all.side(labelSource, labelLocality, source, source.Identity())
+	l := dnsLabels{hostname: hostname}
+	for _, i := range r.metrics.dnsIn {
+		l.source[i-labelSource] = cmp.Or(all[i], unknown)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	m := r.metrics
+	if _, ok := m.dns[l]; !ok && len(m.dns) >= m.limit {
+		l = dnsLabels{hostname: "other"}
+		for _, i := range m.dnsIn {
+			l.source[i-labelSource] = "other"
+		}
+	}
+	m.dns[l]++
 }
