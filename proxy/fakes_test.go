@@ -208,7 +208,8 @@ func (f *fakeTunnel) Open(_ context.Context, t hbone.Target) (hbone.Stream, erro
 	return fakeStream{near, f.task(), &f.broken}, nil
 }
 
-func (f *fakeTunnel) OpenThrough(context.Context, hbone.Target, hbone.Target) (hbone.Stream, error) {
+func (f *fakeTunnel) OpenThrough(_ context.Context, gateway, _ hbone.Target) (hbone.Stream, error) {
+	f.targets = append(f.targets, gateway)
 	return nil, errors.ErrUnsupported
 }
 

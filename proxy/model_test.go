@@ -473,38 +473,70 @@ func (r world) meet(st *workload.State) {
 	}
 }
 
+// A RandomCase is a state and a flow in it, which depend on a seed alone.
+type RandomCase struct {
+	State workload.State
+	Query Query
+	world world
+}
+
+// NewRandomCase makes the one of a seed.
+func NewRandomCase(seed uint64) *RandomCase {
+	r := world{rand.New(rand.NewPCG(seed, 6))}
+	c := &RandomCase{world: r}
+	st := &c.State
+	for i := range 1 + r.IntN(7) {
+		st.Workloads = append(st.Workloads, r.workload(i))
+	}
+	seen := make(map[workload.ServiceKey]bool)
+	for range r.IntN(5) {
+		if key := r.key(); !seen[key] {
+			seen[key] = true
+			st.Services = append(st.Services, r.service(key))
+		}
+	}
+	r.meet(st)
+	source := st.Workloads[0]
+	c.Query = Query{
+		Source: source, From: netip.IPv4Unspecified(), Network: source.Network,
+		Target: netip.AddrPortFrom(r.addr(), []uint16{80, 80, 81, 15008, 15001}[r.IntN(5)]),
+	}
+	if known := r.known(st); known.IsValid() && r.IntN(4) > 0 {
+		c.Query.Target = netip.AddrPortFrom(known, c.Query.Target.Port())
+	}
+	if len(source.Addresses) > 0 {
+		c.Query.From = source.Addresses[0]
+	}
+	return c
+}
+
+// Outcomes are what may become of the flow, as the model has it.
+func (c *RandomCase) Outcomes() []string {
+	m := model{c.State, &c.Query}
+	return m.outcomes()
+}
+
+// Snapshot indexes the state, on a copy.
+func (c *RandomCase) Snapshot() *workload.Snapshot {
+	return workload.NewSnapshot(workload.State{Workloads: slices.Clone(c.State.Workloads), Services: slices.Clone(c.State.Services)})
+}
+
 // On states and flows at random the decision is one that the slow model allows, and a trace changes nothing.
 func TestDecisionsAreThoseOfTheModel(t *testing.T) {
 	routes := make(map[Route]int)
 	for seed := range uint64(10_000) {
-		r := world{rand.New(rand.NewPCG(seed, 6))}
-		var st workload.State
-		for i := range 1 + r.IntN(7) {
-			st.Workloads = append(st.Workloads, r.workload(i))
-		}
-		seen := make(map[workload.ServiceKey]bool)
-		for range r.IntN(5) {
-			if key := r.key(); !seen[key] {
-				seen[key] = true
-				st.Services = append(st.Services, r.service(key))
-			}
-		}
-		source := st.Workloads[0]
-		r.meet(&st)
-		q := Query{Source: source, From: r.addr(), Target: netip.AddrPortFrom(r.addr(), []uint16{80, 80, 81, 15008, 15001}[r.IntN(5)]), Network: source.Network}
-		if known := r.known(&st); known.IsValid() && r.IntN(4) > 0 {
-			q.Target = netip.AddrPortFrom(known, q.Target.Port())
-		}
-		if len(source.Addresses) > 0 {
-			q.From = source.Addresses[0]
+		c := NewRandomCase(seed)
+		r, q := c.world, c.Query
+		if r.IntN(4) == 0 {
+			q.From = r.addr()
 		}
 		if r.IntN(4) == 0 {
-			q.Exclude = st.Workloads[len(st.Workloads)-1:]
+			q.Exclude = c.State.Workloads[len(c.State.Workloads)-1:]
 		}
 		var tables *Tables
-		m := model{st, &q}
+		m := model{c.State, &q}
 		allowed := m.outcomes()
-		s := workload.NewSnapshot(workload.State{Workloads: slices.Clone(st.Workloads), Services: slices.Clone(st.Services)})
+		s := c.Snapshot()
 		for i := range 6 {
 			q.Rand, q.Trace, q.Tables = r.Uint64(), nil, nil
 			if i == 3 {
@@ -526,7 +558,6 @@ func TestDecisionsAreThoseOfTheModel(t *testing.T) {
 			}
 		}
 	}
-	t.Logf("routes taken: %v", routes)
 	if len(routes) < 4 {
 		t.Errorf("routes taken: %v, want all", routes)
 	}

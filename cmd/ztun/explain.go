@@ -10,6 +10,8 @@ import (
 	"net/http"
 	"net/netip"
 	"os"
+	"strconv"
+	"strings"
 	"text/tabwriter"
 	"time"
 
@@ -37,7 +39,8 @@ The state is that of a running ztun (--admin), or of a file (--state): a mesh st
 		Example: `  ztun explain --from shop/cart-0 --to 10.96.3.17:80
   ztun explain --state mesh.yaml --from shop/cart-0 --to orders.shop.svc.cluster.local:80
   ztun explain --state mesh.yaml --inbound --from 10.1.2.3 --to shop/orders-0:8080
-  ztun explain --state mesh.yaml --matrix`,
+  ztun explain --state mesh.yaml --matrix
+  ztun explain --state mesh.yaml --inbound --matrix --to shop/orders-0`,
 		Args: noArgs,
 	}
 	o := addOutput(cmd)
@@ -46,7 +49,7 @@ The state is that of a running ztun (--admin), or of a file (--state): a mesh st
 	fs.StringVar(&f.to, "to", "", "destination: ADDRESS:PORT, HOSTNAME:PORT of a service, or NAMESPACE/NAME:PORT of a workload")
 	fs.BoolVar(&f.inbound, "inbound", false, "what the destination's policies say, each of them")
 	fs.BoolVar(&f.plaintext, "plaintext", false, "with --inbound: the source has no identity")
-	fs.BoolVar(&f.matrix, "matrix", false, "a line for each flow from each workload, or from --from, to each port of each service")
+	fs.BoolVar(&f.matrix, "matrix", false, "a line for each flow from each workload, or from --from, to each port of each service; with --inbound for each identity of the mesh and each port of the workload --to")
 	fs.StringVar(&f.state, "state", "", "`FILE` with the state, in place of a running ztun")
 	fs.StringVar(&f.admin, "admin", "127.0.0.1:15000", "`ADDRESS` of the admin port of a running ztun")
 	fs.StringVar(&f.network, "network", "", "network of the source's node; the default is that of the running ztun or dump, else \"\"")
@@ -59,8 +62,10 @@ The state is that of a running ztun (--admin), or of a file (--state): a mesh st
 
 func (f *explainFlags) run(ctx context.Context, o output, w io.Writer) error {
 	switch {
-	case f.matrix && (f.to != "" || f.inbound):
-		return usagef("ztun explain: --matrix goes with --from only")
+	case f.matrix && f.inbound && (f.to == "" || f.from != "" || f.plaintext):
+		return usagef("ztun explain: --inbound --matrix goes with --to only")
+	case f.matrix && !f.inbound && f.to != "":
+		return usagef("ztun explain: --matrix goes with --from only, or with --inbound and --to")
 	case !f.matrix && (f.from == "" || f.to == ""):
 		return usagef("ztun explain: want --from and --to, or --matrix")
 	case f.plaintext && !f.inbound:
@@ -70,7 +75,10 @@ func (f *explainFlags) run(ctx context.Context, o output, w io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if f.matrix {
+	switch {
+	case f.matrix && f.inbound:
+		return f.printGrants(m, o, w)
+	case f.matrix:
 		return f.printMatrix(m, o, w)
 	}
 	r, err := f.ask(m)
@@ -141,6 +149,44 @@ func (f *explainFlags) printMatrix(m explain.Mesh, o output, w io.Writer) error 
 	_, _ = fmt.Fprintln(t, "FROM\tTO\tSERVICE\tOUTCOME") // as in printConfig
 	for _, c := range cells {
 		_, _ = fmt.Fprintf(t, "%s\t%s\t%s\t%s\n", c.From, c.To, c.Service, c.Outcome)
+	}
+	return t.Flush()
+}
+
+// printGrants is a table of who can talk to a workload.
+func (f *explainFlags) printGrants(m explain.Mesh, o output, w io.Writer) error {
+	name, further := f.to, []uint16(nil)
+	to, err := m.Find(name)
+	if i := strings.LastIndexByte(name, ':'); err != nil && i >= 0 {
+		if port, perr := strconv.ParseUint(name[i+1:], 10, 16); perr == nil {
+			further = []uint16{uint16(port)}
+			to, err = m.Find(strings.Trim(name[:i], "[]"))
+		}
+	}
+	if err != nil {
+		return usageError{fmt.Errorf("ztun explain: --to: %w", err)}
+	}
+	grants := m.InboundMatrix(to, further...)
+	if o == outputJSON {
+		if grants == nil {
+			grants = []explain.Grant{}
+		}
+		return printJSON(w, grants)
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	_, _ = fmt.Fprintln(t, "FROM\tPORT\tDECISION\tWHY") // as in printConfig
+	for _, g := range grants {
+		decision, why, from := "deny", g.Verdict, g.From
+		if g.Allowed {
+			decision = "allow"
+		}
+		if g.Rule > 0 {
+			why += fmt.Sprintf(" rule %d", g.Rule)
+		}
+		if from == "" {
+			from = "(plaintext)"
+		}
+		_, _ = fmt.Fprintf(t, "%s\t%d\t%s\t%s\n", from, g.Port, decision, why)
 	}
 	return t.Flush()
 }

@@ -4,13 +4,14 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
+	"slices"
 	"testing"
 
 	"ztun.dev/ztun/internal/workload"
 )
 
-// What Explain says of each policy adds up to what Evaluate decides, on states and connections at random.
-func TestExplainAddsUp(t *testing.T) {
+// On states and connections at random Evaluate decides what the slow model does, and what Explain says of each policy adds up to it.
+func TestDecisionsAreThoseOfTheModel(t *testing.T) {
 	rng := rand.New(rand.NewPCG(6, 1))
 	some := func(n int) bool { return rng.IntN(n) == 0 }
 	text := func() []str {
@@ -21,6 +22,18 @@ func TestExplainAddsUp(t *testing.T) {
 	}
 	randomMatch := func() match {
 		m := match{Namespaces: text(), Principals: text(), NotPrincipals: text()}
+		if some(4) {
+			m.NotNamespaces = text()
+		}
+		if some(5) {
+			m.ServiceAccounts = sa("api", "be")
+		}
+		if some(6) {
+			m.NotDestinationPorts = []uint16{8080}
+		}
+		if some(6) {
+			m.NotSourceIPs, m.DestinationIPs = cidr("10.1.0.0/16"), cidr("10.0.0.8/30")
+		}
 		if some(3) {
 			m.DestinationPorts = []uint16{uint16(8080 + rng.IntN(2))}
 		}
@@ -36,6 +49,7 @@ func TestExplainAddsUp(t *testing.T) {
 		return m
 	}
 	peers := []workload.Identity{{}, {TrustDomain: "td", Namespace: "web", ServiceAccount: "fe"}, {TrustDomain: "td", Namespace: "api", ServiceAccount: "be"}}
+	decided := make(map[bool]int)
 	for range 10_000 {
 		var st workload.State
 		w := &workload.Workload{UID: "w", Namespace: "web", Addresses: []netip.Addr{netip.MustParseAddr("10.0.0.9")}}
@@ -60,18 +74,26 @@ func TestExplainAddsUp(t *testing.T) {
 		if some(8) {
 			w.AuthorizationPolicies = append(w.AuthorizationPolicies, "web/late")
 		}
-		s := workload.NewSnapshot(st)
+		s := workload.NewSnapshot(workload.State{Policies: slices.Clone(st.Policies)})
 		req := Request{
 			Source: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, byte(rng.IntN(3)), 0, 1}), 1), Peer: peers[rng.IntN(3)],
 			Destination: netip.MustParseAddrPort("10.0.0.9:8080"), Workload: w,
 		}
 		want := Evaluate(s, &req)
+		m := model{st, &req}
+		if got := m.allowed(); got != want.Allowed {
+			t.Fatalf("Evaluate says %v, the model %v: of %+v under %v", want, got, req, st.Policies)
+		}
+		decided[want.Allowed]++
 		v, list := Explain(s, &req)
 		if v.Allowed != want.Allowed || v.Reason != want.Reason || v.Policy != want.Policy {
 			t.Fatalf("Explain says %v, Evaluate %v", v, want)
 		}
 		var deny, allow, anyAllow, missing bool
 		for _, c := range list {
+			if c.Policy != nil && c.Matched != m.matches(c.Policy) {
+				t.Fatalf("%s matches: %v; the model says %v", c.Key, c.Matched, !c.Matched)
+			}
 			if c.Matched != (c.Failed == "" && c.Policy != nil) || c.Matched != (c.Group > 0) {
 				t.Fatalf("%s matched %v, by group %d, failed %q", c.Key, c.Matched, c.Group, c.Failed)
 			}
@@ -88,5 +110,8 @@ func TestExplainAddsUp(t *testing.T) {
 		if got := !deny && !missing && (!anyAllow || allow); got != want.Allowed {
 			t.Fatalf("the parts say %v, Evaluate %v: %+v", got, want, list)
 		}
+	}
+	if decided[true] < 1000 || decided[false] < 1000 {
+		t.Errorf("decisions: %v, want many of both", decided)
 	}
 }

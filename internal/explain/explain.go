@@ -30,14 +30,20 @@ type Report struct {
 	To          string   `json:"to"`
 	Inbound     bool     `json:"inbound,omitempty"`
 	Destination string   `json:"destination,omitempty"` // what the address is
+	Match       string   `json:"match,omitempty"`       // how it was found
+	Hidden      []string `json:"hidden,omitempty"`      // services at the address that the source's namespace does not see
 	Service     string   `json:"service,omitempty"`     // hostname
 	Waypoint    string   `json:"waypoint,omitempty"`
 	SkipsIt     bool     `json:"waypointSkipped,omitempty"` // the source is the waypoint
 	Gateway     string   `json:"gateway,omitempty"`         // to the network of the endpoint or waypoint
 	Ports       []uint16 `json:"servicePorts,omitempty"`    // of the service, where it does not have the one asked for
-	Endpoints   []Choice `json:"endpoints,omitempty"`
-	Route       string   `json:"route,omitempty"` // passthrough, HBONE or refused
-	Chosen      string   `json:"chosen,omitempty"`
+	Pools       []Pool   `json:"pools,omitempty"`           // services that an endpoint was picked from
+	Endpoints   []Choice `json:"endpoints,omitempty"`       // of them
+	Waypoints   []Branch `json:"waypoints,omitempty"`       // if there are several by weight; the rest is about the heaviest
+	Route       string   `json:"route,omitempty"`           // passthrough, HBONE or refused
+	Chosen      string   `json:"chosen,omitempty"`          // one of those that can be
+	Address     string   `json:"chosenAddress,omitempty"`
+	TargetPort  uint16   `json:"targetPort,omitempty"`
 	NextHop     string   `json:"nextHop,omitempty"`
 	Lookup      string   `json:"lookup,omitempty"` // hostname in nextHop and authority, which the node resolves for each connection
 	Authority   string   `json:"authority,omitempty"`
@@ -48,6 +54,27 @@ type Report struct {
 	Policies []Policy `json:"policies,omitempty"` // that apply at the destination, as far as they are known here
 	Verdict  string   `json:"verdict,omitempty"`
 	Allowed  *bool    `json:"allowed,omitempty"` // by policy; nil: nobody here can tell
+}
+
+// A Pool is a service that an endpoint was picked from.
+type Pool struct {
+	Service    string `json:"service"`
+	Endpoints  int    `json:"endpoints"`
+	Candidates int    `json:"candidates"` // of which one is picked, by capacity
+	Preset     string `json:"preset,omitempty"`
+	Where      string `json:"where,omitempty"` // what the candidates have in common with the source, by the preset
+}
+
+// A Branch is one of several waypoints.
+type Branch struct {
+	Waypoint string `json:"waypoint"`
+	Weight   uint32 `json:"weight"`
+	Of       uint64 `json:"of"`                // the sum of all weights
+	SkipsIt  bool   `json:"skipped,omitempty"` // the source is the waypoint
+	Route    string `json:"route,omitempty"`
+	Chosen   string `json:"chosen,omitempty"`
+	NextHop  string `json:"nextHop,omitempty"`
+	Error    string `json:"error,omitempty"`
 }
 
 // A Choice is an endpoint of a service.
@@ -161,26 +188,18 @@ func nameOf(w *workload.Workload) string { return w.Namespace + "/" + w.Name }
 func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 	var trace proxy.Trace
 	q := proxy.Query{Source: from, From: AddressOf(from), Target: to, Network: m.Network, Trace: &trace}
+	branches, heaviest := m.branches(q)
+	q.Rand = heaviest
 	d := proxy.Classify(m.State, &q)
-	r := Report{From: nameOf(from), FromAddress: q.From.String(), To: to.String(), Route: d.Route.String()}
-	switch {
-	case trace.Service != nil:
-		r.Service, r.Destination = trace.Service.Hostname, "service "+trace.Service.Hostname
-		if _, has := trace.Service.Ports[to.Port()]; !has {
-			r.Ports = portsOf(trace.Service)
-		}
-	case trace.Workload != nil:
-		r.Destination = "workload " + nameOf(trace.Workload)
-	default:
-		r.Destination = fmt.Sprintf("nothing that the mesh knows in network %q", m.Network)
-	}
+	r := Report{From: nameOf(from), FromAddress: q.From.String(), To: to.String(), Route: d.Route.String(), Waypoints: branches}
+	m.describe(&r, from, to, &trace)
 	if trace.Waypoint != nil {
 		r.Waypoint, r.SkipsIt = trace.Waypoint.String(), trace.FromWaypoint
 	}
 	if trace.Gateway != nil {
 		r.Gateway = trace.Gateway.String()
 	}
-	r.Endpoints = choices(trace.Endpoints)
+	m.pools(&r, from, trace.Endpoints)
 	if d.Err != nil {
 		r.Error = d.Err.Error()
 		return r
@@ -188,12 +207,88 @@ func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 	r.NextHop, r.Lookup = d.Told(d.NextHop), d.Lookup
 	if d.Destination != nil {
 		r.Chosen = nameOf(d.Destination)
+		if d.NextHop.Addr().IsValid() {
+			r.Address = d.NextHop.Addr().String()
+		}
+		r.TargetPort = d.NextHop.Port()
 	}
+	waypoint := trace.Waypoint != nil && !trace.FromWaypoint
 	if d.Route != proxy.Passthrough {
 		r.Authority, r.Accepts, r.Beyond = d.Authority(), texts(d.Accept()), texts(d.AcceptBeyond())
+		if d.Route == proxy.OverHBONE && !waypoint {
+			r.TargetPort = d.Target.Port()
+		}
 	}
-	m.remote(&r, from, &d, trace.Waypoint != nil && !trace.FromWaypoint)
+	m.remote(&r, from, &d, waypoint)
 	return r
+}
+
+// describe says what the target is.
+func (m Mesh) describe(r *Report, from *workload.Workload, to netip.AddrPort, trace *proxy.Trace) {
+	at := workload.NetworkAddr{Network: m.Network, Addr: to.Addr()}
+	for _, v := range m.State.State().Services {
+		if !v.VisibleTo(from.Namespace) && slices.Contains(v.VIPs, at) {
+			r.Hidden = append(r.Hidden, v.Key().String())
+		}
+	}
+	switch v := trace.Service; {
+	case v != nil:
+		r.Service, r.Destination, r.Match = v.Hostname, "service "+v.Hostname, "VIP match"
+		if !slices.Contains(v.VIPs, at) {
+			r.Match = "block of VIPs match"
+		}
+		if _, has := v.Ports[to.Port()]; !has {
+			r.Ports = portsOf(v)
+		}
+	case trace.Workload != nil:
+		r.Destination, r.Match = "workload "+nameOf(trace.Workload), "address match"
+	default:
+		r.Destination = fmt.Sprintf("nothing that the mesh knows in network %q", m.Network)
+	}
+	if r.Match != "" {
+		r.Match += fmt.Sprintf(", network %q", m.Network)
+	}
+}
+
+// branches are the waypoints of which one is chosen by weight, and the random number that chooses the heaviest; none if there are not
+// several. The numbers are those that the choice by weight is made with.
+func (m Mesh) branches(q proxy.Query) (list []Branch, heaviest uint64) {
+	v := m.State.ServiceAt(m.Network, q.Target.Addr(), q.Source.Namespace)
+	if v == nil || len(v.WeightedWaypoints) < 2 {
+		return nil, 0
+	}
+	var sum, at uint64
+	for i := range v.WeightedWaypoints {
+		sum += uint64(v.WeightedWaypoints[i].Weight)
+	}
+	if sum == 0 {
+		return nil, 0
+	}
+	var most uint32
+	for i := range v.WeightedWaypoints {
+		wp := &v.WeightedWaypoints[i]
+		b := Branch{Waypoint: wp.Destination.String(), Weight: wp.Weight, Of: sum}
+		if wp.Weight > 0 {
+			var trace proxy.Trace
+			q.Rand, q.Trace = at, &trace
+			d := proxy.Classify(m.State, &q)
+			b.SkipsIt, b.Route = trace.FromWaypoint, d.Route.String()
+			switch {
+			case d.Err != nil:
+				b.Error = d.Err.Error()
+			case d.Destination != nil:
+				b.Chosen, b.NextHop = nameOf(d.Destination), d.Told(d.NextHop)
+			default:
+				b.NextHop = d.Told(d.NextHop)
+			}
+		}
+		if wp.Weight > most {
+			most, heaviest = wp.Weight, at
+		}
+		at += uint64(wp.Weight)
+		list = append(list, b)
+	}
+	return list, heaviest
 }
 
 func texts(ids []workload.Identity) (list []string) {
@@ -248,25 +343,108 @@ func (m Mesh) judge(r *Report, req *authz.Request) {
 
 func portsOf(v *workload.Service) []uint16 { return slices.Sorted(maps.Keys(v.Ports)) }
 
-// choices are the endpoints; those of the highest rank, of which one is picked, are marked.
-func choices(list []proxy.EndpointTrace) (out []Choice) {
-	best := 0
-	for _, e := range list {
-		if e.Why.Candidate() {
-			best = max(best, e.Rank)
+// pools tells of the services that were picked from, and of each endpoint; those of the highest rank, of which one is picked, are marked.
+func (m Mesh) pools(r *Report, from *workload.Workload, list []proxy.EndpointTrace) {
+	for len(list) > 0 {
+		v := list[0].Service
+		n := slices.IndexFunc(list, func(e proxy.EndpointTrace) bool { return e.Service != v })
+		if n < 0 {
+			n = len(list)
+		}
+		best := 0
+		for _, e := range list[:n] {
+			if e.Why.Candidate() {
+				best = max(best, e.Rank)
+			}
+		}
+		pool := Pool{Service: v.Hostname, Preset: preset(&v.LoadBalancer)}
+		for _, e := range list[:n] {
+			c := Choice{Workload: nameOf(e.Workload), Service: v.Hostname, Port: e.Port, Candidate: e.Why.Candidate(), Rank: e.Rank}
+			switch {
+			case !c.Candidate:
+				c.Why = e.Why.String()
+			case e.Rank < best:
+				c.Candidate, c.Why = false, "others are nearer"
+			default:
+				pool.Candidates++
+			}
+			r.Endpoints = append(r.Endpoints, c)
+		}
+		// Those that are not healthy are no endpoints for anybody else.
+		pool.Endpoints = n
+		for _, w := range m.State.State().Workloads {
+			if _, serves := w.Services[v.Key()]; serves && w.Status == workload.Unhealthy && v.LoadBalancer.Health != workload.AllowAll {
+				r.Endpoints = append(r.Endpoints, Choice{Workload: nameOf(w), Service: v.Hostname, Why: "unhealthy"})
+				pool.Endpoints++
+			}
+		}
+		if pool.Candidates > 0 && pool.Preset != "" {
+			pool.Where = where(&v.LoadBalancer, best, from)
+		}
+		r.Pools = append(r.Pools, pool)
+		list = list[n:]
+	}
+}
+
+// preset names a way to choose among endpoints as Kubernetes does, where it does.
+func preset(lb *workload.LoadBalancer) string {
+	if lb.Mode != workload.LBStrict && lb.Mode != workload.LBFailover {
+		return ""
+	}
+	zone := []workload.Scope{workload.ScopeNetwork, workload.ScopeRegion, workload.ScopeZone}
+	switch {
+	case lb.Mode == workload.LBFailover && slices.Equal(lb.Preferences, zone):
+		return "PreferSameZone"
+	case lb.Mode == workload.LBFailover && slices.Equal(lb.Preferences, append(zone, workload.ScopeSubzone, workload.ScopeNode)):
+		return "PreferSameNode"
+	case lb.Mode == workload.LBStrict && slices.Equal(lb.Preferences, []workload.Scope{workload.ScopeNode}):
+		return "internalTrafficPolicy Local"
+	}
+	var names []string
+	for _, p := range lb.Preferences {
+		names = append(names, p.String())
+	}
+	return lb.Mode.String() + " by " + strings.Join(names, ", ")
+}
+
+// where says what endpoints of a rank have in common with the source.
+func where(lb *workload.LoadBalancer, rank int, from *workload.Workload) string {
+	prefs := lb.Preferences
+	var names []string
+	if n := len(prefs); n > 0 && prefs[0] == workload.ScopeNetwork {
+		if prefs = prefs[1:]; rank >= n {
+			rank -= n
+			names = append(names, fmt.Sprintf("network %q", from.Network))
 		}
 	}
-	for _, e := range list {
-		c := Choice{Workload: nameOf(e.Workload), Service: e.Service.Hostname, Port: e.Port, Candidate: e.Why.Candidate(), Rank: e.Rank}
-		switch {
-		case !c.Candidate:
-			c.Why = e.Why.String()
-		case e.Rank < best:
-			c.Candidate, c.Why = false, "others are nearer"
-		}
-		out = append(out, c)
+	for _, p := range prefs[:min(rank, len(prefs))] {
+		names = append(names, scope(p, from))
 	}
-	return out
+	if len(names) == 0 {
+		return "elsewhere"
+	}
+	return "in " + strings.Join(names, ", ")
+}
+
+func scope(p workload.Scope, w *workload.Workload) string {
+	value := w.Network
+	switch p {
+	case workload.ScopeRegion:
+		value = w.Locality.Region
+	case workload.ScopeZone:
+		value = w.Locality.Zone
+	case workload.ScopeSubzone:
+		value = w.Locality.Subzone
+	case workload.ScopeNode:
+		value = w.Node
+	case workload.ScopeCluster:
+		value = w.ClusterID
+	}
+	name := strings.ToLower(p.String())
+	if value == "" {
+		return name + ` ""`
+	}
+	return name + " " + value
 }
 
 // Outcome is the report in a few words, for tables.
@@ -276,6 +454,12 @@ func (r *Report) Outcome() string {
 		return "refused: " + r.Error
 	case r.Allowed != nil && !*r.Allowed:
 		return "denied: " + r.Verdict
+	case len(r.Waypoints) > 0:
+		var names []string
+		for _, b := range r.Waypoints {
+			names = append(names, fmt.Sprintf("%s (%d of %d)", b.Waypoint, b.Weight, b.Of))
+		}
+		return "by waypoint " + strings.Join(names, " or ")
 	case r.Waypoint != "" && !r.SkipsIt:
 		return "HBONE by waypoint " + r.Waypoint
 	}
@@ -310,4 +494,78 @@ func (m Mesh) Matrix(sources []*workload.Workload) (cells []Cell) {
 		}
 	}
 	return cells
+}
+
+// A Grant is one cell of a table of who can talk to a workload.
+type Grant struct {
+	From    string `json:"from"` // identity; "": none, in plaintext
+	Port    uint16 `json:"port"`
+	Allowed bool   `json:"allowed"`
+	Verdict string `json:"verdict"`
+	Rule    int    `json:"rule,omitempty"` // of the policy in the verdict, from 1
+}
+
+// InboundMatrix tells for each identity of the mesh, and for none, whether it can talk to a workload: on the ports that it serves, those
+// that its policies name, and further ones. The source's address is that of its first workload; of none there is no address.
+func (m Mesh) InboundMatrix(to *workload.Workload, further ...uint16) (grants []Grant) {
+	ports := m.portsAt(to, further)
+	ask := func(from *workload.Workload, source netip.Addr, name string) {
+		for _, p := range ports {
+			r := m.Inbound(from, source, to, p)
+			g := Grant{From: name, Port: p, Allowed: *r.Allowed, Verdict: r.Verdict}
+			for _, pol := range r.Policies {
+				if pol.Matched && strings.HasSuffix(r.Verdict, ": "+pol.Key) {
+					g.Rule = pol.Rule
+				}
+			}
+			grants = append(grants, g)
+		}
+	}
+	seen := make(map[workload.Identity]bool)
+	for _, w := range m.State.State().Workloads {
+		if id := w.Identity(); !seen[id] {
+			seen[id] = true
+			ask(w, AddressOf(w), id.String())
+		}
+	}
+	slices.SortStableFunc(grants, func(a, b Grant) int { return strings.Compare(a.From, b.From) })
+	ask(nil, netip.IPv4Unspecified(), "")
+	return grants
+}
+
+// portsAt are the ports of a workload that somebody may ask about.
+func (m Mesh) portsAt(w *workload.Workload, further []uint16) []uint16 {
+	ports := make(map[uint16]bool)
+	for _, p := range further {
+		ports[p] = true
+	}
+	for key, own := range w.Services {
+		v := m.State.Service(key)
+		if v == nil {
+			continue
+		}
+		for p, target := range v.Ports {
+			if own[p] != 0 {
+				target = own[p]
+			}
+			if target != 0 {
+				ports[target] = true
+			}
+		}
+	}
+	for p := range authz.Applying(m.State, w) {
+		if p == nil {
+			continue
+		}
+		for _, g := range p.Groups {
+			for _, r := range g {
+				for i := range r {
+					for _, port := range append(slices.Clone(r[i].DestinationPorts), r[i].NotDestinationPorts...) {
+						ports[port] = true
+					}
+				}
+			}
+		}
+	}
+	return slices.Sorted(maps.Keys(ports))
 }

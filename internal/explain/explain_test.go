@@ -94,12 +94,12 @@ func TestAnotherNetwork(t *testing.T) {
 	from, _ := m.Find("shop/cart")
 	r := m.Outbound(from, netip.MustParseAddrPort("10.96.0.10:80"))
 	want := `flow        shop/cart (10.1.0.1) -> 10.96.0.10:80
-destination service web.shop.svc.cluster.local
+destination service web.shop.svc.cluster.local, VIP match, network ""
 gateway     /10.1.0.7, to another network
-endpoints   1 of 1 can be picked
+candidates  1 endpoint
             + shop/web port 8080
-chosen      shop/gw
-transport   double HBONE, next hop 10.1.0.7:15009, authority web.shop.svc.cluster.local:80
+chosen      shop/gw 10.1.0.7
+transport   double HBONE, no waypoint, next hop 10.1.0.7:15009, authority web.shop.svc.cluster.local:80
 identity    expects spiffe://cluster.local/ns/shop/sa/gw
             beyond the gateway spiffe://cluster.local/ns/shop/sa/web
 verdict     the gateway of the other network picks the destination, whose node decides
