@@ -239,7 +239,7 @@ func (c *connection) Finish(err error) {
 	}
 	c.pod.remove(c)
 	if denied, ok := errors.AsType[*PolicyError](c.Cause()); ok {
-		c.Policy = denied.Verdict.Policy
+		c.SetPolicy(denied.Verdict.Policy)
 	}
 	c.Conn.Finish(err)
 	if before == connTold {

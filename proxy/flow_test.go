@@ -232,7 +232,7 @@ func TestWhatTheTunnelIsAskedFor(t *testing.T) {
 		b.Settle()
 	})
 	t.Run("DP-65 from an IPv6 address, of no service", func(t *testing.T) {
-		if h := requestHeaders(m.client, netip.MustParseAddrPort("[::1]:80"), nil, 1, 2, 3); h.Forwarded != `for="[::1]:80"` {
+		if h := requestHeaders(m.client, netip.MustParseAddrPort("[::1]:80"), nil, ""); h.Forwarded != `for="[::1]:80"` {
 			t.Errorf("forwarded %q", h.Forwarded)
 		}
 	})

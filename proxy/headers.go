@@ -11,11 +11,11 @@ import (
 )
 
 // requestHeaders are those of a CONNECT for a flow from the application at src.
-func requestHeaders(source *workload.Workload, src netip.AddrPort, v *workload.Service, r1, r2, r3 uint64) hbone.Headers {
+func requestHeaders(source *workload.Workload, src netip.AddrPort, v *workload.Service, trace string) hbone.Headers {
 	h := hbone.Headers{
 		Baggage:     baggage(source),
 		Forwarded:   `for="` + src.String() + `"`,
-		Traceparent: traceparent(r1, r2, r3),
+		Traceparent: trace,
 	}
 	if v != nil {
 		h.Forwarded += ";host=" + v.Hostname
@@ -33,6 +33,21 @@ func traceparent(r1, r2, r3 uint64) string {
 	var text [hexLen]byte
 	hex.Encode(text[:], raw[:])
 	return "00-" + string(text[:32]) + "-" + string(text[32:]) + "-00"
+}
+
+// traceID is the id of the trace in a traceparent (W3C Trace Context, section 3.2), or "" if it is not one. It is kept as long as the
+// connection.
+func traceID(h string) string {
+	const from, to = 3, 35
+	if len(h) < 55 || h[2] != '-' || h[to] != '-' || strings.Trim(h[from:to], "0") == "" {
+		return ""
+	}
+	for _, c := range []byte(h[from:to]) {
+		if (c < '0' || c > '9') && (c < 'a' || c > 'f') {
+			return ""
+		}
+	}
+	return strings.Clone(h[from:to])
 }
 
 // maxHostname is the length of the longest name in text (RFC 1035, section 2.3.4).

@@ -33,11 +33,13 @@ func (e *PolicyError) Error() string {
 // authorize has policy decide about an inbound connection. A policy that the workload lists and that has not arrived is waited
 // for, a moment.
 func (p *Proxy) authorize(ctx context.Context, c *connection) error {
+	start := p.cfg.Group.Now()
 	v := c.decide()
 	if v.Reason == authz.PolicyUnknown {
 		v = p.awaitPolicy(ctx, c)
 	}
-	c.Policy = v.Policy
+	c.Took(telemetry.StepPolicy, p.cfg.Group.Now().Sub(start))
+	c.SetPolicy(v.Policy)
 	p.tell(ctx, c, v)
 	if v.Allowed {
 		return nil
@@ -155,7 +157,9 @@ func (p *Proxy) admit(ctx context.Context, c *connection, connect func(context.C
 	}
 	ctx, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.ConnectTimeout)
 	defer cancel()
+	start := p.cfg.Group.Now()
 	app, err := connect(ctx)
+	c.Took(telemetry.StepConnect, p.cfg.Group.Now().Sub(start))
 	if err != nil {
 		return nil, fmt.Errorf("connection failed: %w", err)
 	}
@@ -199,6 +203,7 @@ func (p *Proxy) ServeConnect(ctx context.Context, r *hbone.Request) {
 	facts := telemetry.Facts{
 		Direction: telemetry.Inbound, Protocol: telemetry.HBONE, Src: unmapped(r.Remote), Dst: unmapped(r.Local), OriginalDst: unmapped(r.Local),
 		HBONEAddr: r.Authority, SrcIdentity: r.Peer, ForwardedHost: forwardedHost(r.Headers.Forwarded),
+		TraceID: traceID(r.Headers.Traceparent), TunnelLocal: unmapped(r.Local),
 	}
 	early := func(err error) {
 		p.fail(facts, err)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"time"
 
 	"ztun.dev/ztun/internal/hbone"
 	"ztun.dev/ztun/internal/loop"
@@ -34,8 +35,11 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 	q := Query{Source: self, From: f.Src.Addr(), Target: f.Dst, Network: p.cfg.Network, Rand: p.cfg.Rand(), Tables: p.tablesFor(self, state)}
 	var conn *connection
 	var failed error
+	trace := ""
 	for range maxEndpoints {
+		times := lookTimes{start: p.cfg.Group.Now()}
 		d := p.classify(state, &q)
+		times.classified = p.cfg.Group.Now()
 		if d.Route == Refuse {
 			if failed == nil { // otherwise the failure of the endpoint that was tried says more
 				failed = d.Err
@@ -54,17 +58,25 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 			conn.Finish(failed)
 			conn = nil
 		}
+		times.found = p.cfg.Group.Now()
+		if d.Route != Passthrough && trace == "" {
+			trace = traceparent(p.cfg.Rand(), p.cfg.Rand(), p.cfg.Rand())
+		}
 		known := outboundFacts(facts, self, &d)
+		known.TraceID = traceID(trace)
 		if d.Route != DoubleHBONE {
 			conn = p.conns.open(p.cfg.Records, known, end)
+			times.tell(conn)
 		}
-		upstream, err := p.openUpstream(ctx, &q, &d, f)
+		upstream, err := p.openUpstream(ctx, &q, &d, f, trace)
 		if conn == nil {
 			if err == nil {
 				learn(&known, upstream)
 			}
 			conn = p.conns.open(p.cfg.Records, known, end)
+			times.tell(conn)
 		}
+		times.opened(conn, upstream, p.cfg.Group.Now())
 		if err == nil {
 			p.establish(ctx, req, upstream, conn)
 			return
@@ -81,6 +93,36 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 		return
 	}
 	conn.Finish(failed)
+}
+
+// lookTimes are when the steps of a flow's set-up began and ended.
+type lookTimes struct{ start, classified, found time.Time }
+
+func (t *lookTimes) tell(c *connection) {
+	c.Took(telemetry.StepClassify, t.classified.Sub(t.start))
+	c.Took(telemetry.StepResolve, t.found.Sub(t.classified))
+}
+
+// opened tells what opening the upstream took and, of a stream, which tunnel it has. What was there before the flow took it no time.
+func (t *lookTimes) opened(c *connection, upstream loop.Conn, now time.Time) {
+	s, ok := upstream.(interface{ Times() hbone.Times })
+	if !ok {
+		c.Took(telemetry.StepConnect, now.Sub(t.found))
+		return
+	}
+	c.SetTunnel(unmapped(upstream.LocalAddr()))
+	at := t.found
+	until := func(end time.Time) (d time.Duration) {
+		if d = end.Sub(at); d <= 0 {
+			return 0
+		}
+		at = end
+		return d
+	}
+	x := s.Times()
+	c.Took(telemetry.StepConnect, until(x.Connected))
+	c.Took(telemetry.StepTLS, until(x.Secured))
+	c.Took(telemetry.StepResponse, until(now))
 }
 
 func outboundFacts(f telemetry.Facts, self *workload.Workload, d *Decision) telemetry.Facts {
@@ -112,7 +154,7 @@ func learn(f *telemetry.Facts, upstream loop.Conn) {
 	}
 }
 
-func (p *Proxy) openUpstream(ctx context.Context, q *Query, d *Decision, f stack.Flow) (loop.Conn, error) {
+func (p *Proxy) openUpstream(ctx context.Context, q *Query, d *Decision, f stack.Flow, trace string) (loop.Conn, error) {
 	if d.Route == Passthrough {
 		ctx, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.ConnectTimeout)
 		defer cancel()
@@ -120,7 +162,7 @@ func (p *Proxy) openUpstream(ctx context.Context, q *Query, d *Decision, f stack
 	}
 	t := hbone.Target{
 		NextHop: d.NextHop, Authority: d.Authority(), Accept: d.Accept(), PeerUID: d.Destination.UID,
-		Headers: requestHeaders(q.Source, f.Src, d.Service, p.cfg.Rand(), p.cfg.Rand(), p.cfg.Rand()),
+		Headers: requestHeaders(q.Source, f.Src, d.Service, trace),
 	}
 	if d.Route == OverHBONE {
 		return p.cfg.Tunnel.Open(ctx, t)

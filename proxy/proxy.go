@@ -156,7 +156,10 @@ func (p *Proxy) ServeTCP(ctx context.Context, req stack.TCPRequest) {
 
 // Drain refuses new TCP flows from now on. Those that are open go on, and so do answers to DNS questions over UDP, which connections
 // that are open may need. Of new streams the server of the pod gets none any more.
-func (p *Proxy) Drain() { p.draining.Store(true) }
+func (p *Proxy) Drain() {
+	p.draining.Store(true)
+	p.conns.each(func(c *connection) { c.Drain() })
+}
 
 // Strays counts flows neither from nor to the pod.
 func (p *Proxy) Strays() uint64 { return p.strays.Load() }

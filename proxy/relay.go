@@ -21,6 +21,9 @@ type Relay struct {
 	down half
 	done bool
 
+	moved uint64 // as the record was told
+	ended bool   // of one side, as the record was told
+
 	account    loop.Account // what was read and did not fit
 	limit      time.Duration
 	halfClosed *halfClosed // while it is
@@ -69,6 +72,7 @@ func (p *Proxy) startRelay(downstream, upstream loop.Conn, conn *connection) fun
 				r.Beside(leader, encrypts)
 			}
 		}
+		conn.Established(r.Now())
 		conn.SetCloser(func(cause error) { r.PostLater(func() { y.abort(cause) }) })
 		return y
 	}
@@ -109,10 +113,23 @@ func (y *Relay) Turn(budget int) bool {
 		y.conn.Finish(nil)
 		y.ref.Remove()
 	default:
+		y.report()
 		y.watchHalfClosed()
 		return upMore || downMore
 	}
 	return false
+}
+
+// report tells the record how far the connection is, for whoever lists connections.
+func (y *Relay) report() {
+	if moved := y.conn.Received.Load() + y.conn.Sent.Load(); moved != y.moved {
+		y.moved = moved
+		y.conn.Active(y.ref.LoopTime(), len(y.up.left)+len(y.down.left))
+	}
+	if ended := y.up.ended || y.down.ended; ended != y.ended {
+		y.ended = ended
+		y.conn.Ended(y.up.ended, y.down.ended)
+	}
 }
 
 // watchHalfClosed sets the timer once one side has ended, and notes when bytes were moved since.

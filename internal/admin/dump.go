@@ -249,36 +249,55 @@ func inbound(c *telemetry.Conn) connectionJSON {
 	return j
 }
 
-// A connJSON is a line of /debug/conns.
-type connJSON struct {
-	ID          uint64  `json:"id"`
-	Direction   string  `json:"direction"`
-	Protocol    string  `json:"protocol"`
-	Src         string  `json:"src"`
-	Dst         string  `json:"dst"`
-	OriginalDst string  `json:"originalDst"`
-	AppDst      string  `json:"appDst,omitempty"`
-	HBONEAddr   string  `json:"hboneAddr,omitempty"`
-	Service     string  `json:"service,omitempty"`
-	SrcWorkload string  `json:"srcWorkload,omitempty"` // namespace/name
-	DstWorkload string  `json:"dstWorkload,omitempty"`
-	SrcIdentity string  `json:"srcIdentity,omitempty"`
-	DstIdentity string  `json:"dstIdentity,omitempty"`
-	AgeSeconds  float64 `json:"ageSeconds"`
-	Received    uint64  `json:"receivedBytes"` // from the side that opened it
-	Sent        uint64  `json:"sentBytes"`     // to it
+// A Connection is a line of /debug/conns. Its JSON form is stable: keys only get added.
+type Connection struct {
+	ID          uint64             `json:"id"` // the flow_id of the access log
+	Direction   string             `json:"direction"`
+	State       string             `json:"state"` // of both legs: telemetry.State
+	Pod         string             `json:"pod"`   // of this node, namespace/name
+	Protocol    string             `json:"protocol"`
+	Src         string             `json:"src"`
+	Dst         string             `json:"dst"`
+	OriginalDst string             `json:"originalDst"`
+	AppDst      string             `json:"appDst,omitempty"`
+	HBONEAddr   string             `json:"hboneAddr,omitempty"`
+	Service     string             `json:"service,omitempty"`
+	SrcWorkload string             `json:"srcWorkload,omitempty"` // namespace/name
+	DstWorkload string             `json:"dstWorkload,omitempty"`
+	SrcIdentity string             `json:"srcIdentity,omitempty"`
+	DstIdentity string             `json:"dstIdentity,omitempty"`
+	Tunnel      string             `json:"tunnel,omitempty"` // this node's end
+	TraceID     string             `json:"traceId,omitempty"`
+	Policy      string             `json:"policy,omitempty"` // that allowed it
+	AgeSeconds  float64            `json:"ageSeconds"`
+	IdleSeconds float64            `json:"idleSeconds"`
+	Received    uint64             `json:"receivedBytes"` // from the side that opened it
+	Sent        uint64             `json:"sentBytes"`     // to it
+	Buffered    int64              `json:"bufferedBytes"` // read of one side and not taken by the other
+	SetUp       map[string]float64 `json:"setUpSeconds"`  // by step; steps that took no time are left out
 }
 
 // conns are the open connections, the oldest first.
-func (s *Server) conns() []connJSON {
-	list, now := []connJSON{}, s.cfg.Now()
+func (s *Server) conns() []Connection {
+	list, now := []Connection{}, s.cfg.Now()
 	s.cfg.Records.Each(func(c *telemetry.Conn) {
-		list = append(list, connJSON{
-			ID: c.ID, Direction: c.Direction.String(), Protocol: c.Protocol.String(), Src: addr(c.Src), Dst: addr(c.Dst), OriginalDst: addr(c.OriginalDst),
+		x := c.Status(now)
+		j := Connection{
+			ID: c.ID, Direction: c.Direction.String(), State: x.State.String(), Pod: named(c.Source), Protocol: c.Protocol.String(), Src: addr(c.Src), Dst: addr(c.Dst), OriginalDst: addr(c.OriginalDst),
 			AppDst: addr(c.AppDst), HBONEAddr: c.HBONEAddr, Service: c.Service, SrcWorkload: named(c.Source), DstWorkload: named(c.Destination),
-			SrcIdentity: c.SrcIdentity.String(), DstIdentity: c.DstIdentity.String(), AgeSeconds: c.Duration(now).Seconds(),
-			Received: c.Received.Load(), Sent: c.Sent.Load(),
-		})
+			SrcIdentity: c.SrcIdentity.String(), DstIdentity: c.DstIdentity.String(), Tunnel: addr(x.Tunnel), TraceID: c.TraceID, Policy: x.Policy,
+			AgeSeconds: c.Duration(now).Seconds(), IdleSeconds: x.Idle.Seconds(), Received: c.Received.Load(), Sent: c.Sent.Load(), Buffered: x.Buffered,
+			SetUp: make(map[string]float64),
+		}
+		if c.Direction == telemetry.Inbound {
+			j.Pod = named(c.Destination)
+		}
+		for i, d := range x.Steps {
+			if d > 0 {
+				j.SetUp[telemetry.Step(i).String()] = d.Seconds()
+			}
+		}
+		list = append(list, j)
 	})
 	sortByID(list)
 	return list

@@ -24,7 +24,7 @@ func (s *Server) adminHandler() http.Handler {
 		{"/quitquitquit", "POST: end the process in order", s.quit},
 		{"/debug/config", "settings, their values and where these come from", s.debug(func() any { return s.settings() })},
 		{"/debug/pods", "pods and their state", s.debug(func() any { return s.pods() })},
-		{"/debug/conns", "open connections", s.debug(func() any { return s.conns() })},
+		{"/debug/conns", "open connections: state, age, idle time, identities, bytes, tunnel, policy, times of the set-up", s.debug(func() any { return s.conns() })},
 		{"/debug/certs", "certificates, without keys", s.debug(func() any { return s.certificates() })},
 	}
 	pages = append(pages, s.profiles()...)

@@ -22,6 +22,6 @@ func named(w *workload.Workload) string {
 	return w.Namespace + "/" + w.Name
 }
 
-func sortByID(list []connJSON) {
-	slices.SortFunc(list, func(a, b connJSON) int { return cmp.Compare(a.ID, b.ID) })
+func sortByID(list []Connection) {
+	slices.SortFunc(list, func(a, b Connection) int { return cmp.Compare(a.ID, b.ID) })
 }

@@ -13,6 +13,7 @@ import (
 	"context"
 	"crypto/tls"
 	"net/netip"
+	"time"
 
 	"ztun.dev/ztun/internal/loop"
 	"ztun.dev/ztun/internal/workload"
@@ -63,6 +64,10 @@ type Stream interface {
 	// Response is what the other side sent with the 200; of an accepted request, what this side sent.
 	Response() Headers
 }
+
+// Times are when a tunnel was made: when its dial began, when there was a TCP connection, and when the peer had proved who it is. They are
+// zero for tunnels that others have made.
+type Times struct{ Dialled, Connected, Secured time.Time }
 
 // A Dialer opens the TCP connections of tunnels: marked sockets of the source's network namespace. It may return a Stream as
 // well: the tunnel is then a child of the one that carries it (double HBONE).

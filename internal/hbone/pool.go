@@ -171,6 +171,7 @@ func (p *Pool) dial(ctx context.Context, pt *pooled) error {
 	e := pt.e
 	fail := func(phase Phase, err error) error { return &OpenError{Phase: phase, NextHop: e.key.nextHop, Err: err} }
 
+	times := Times{Dialled: p.cfg.Group.Now()}
 	connect, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.ConnectTimeout)
 	conn, err := p.cfg.Dialer.Dial(connect, e.key.nextHop)
 	cancel()
@@ -181,6 +182,7 @@ func (p *Pool) dial(ctx context.Context, pt *pooled) error {
 	hs, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.HandshakeTimeout)
 	defer cancel()
 	start := p.cfg.Group.Now()
+	times.Connected = start
 	p.mu.Lock()
 	p.seq++
 	pt.cert = p.seq
@@ -189,7 +191,9 @@ func (p *Pool) dial(ctx context.Context, pt *pooled) error {
 	if err != nil {
 		return fail(PhaseHandshake, err)
 	}
+	times.Secured = p.cfg.Group.Now()
 	startTunnel(tunnelConfig{
+		times: times,
 		group: p.cfg.Group, link: l, settings: p.cfg.Settings, owner: pt, peer: peer, buffers: p.bufs, budget: p.cfg.Budget, metrics: p.cfg.Metrics,
 		age:    ageLimit(p.cfg.Group.Now(), p.cfg.MaxAge, pt.leaf, l.peerLeaf()),
 		settle: max(time.Millisecond, p.cfg.HandshakeTimeout-p.cfg.Group.Now().Sub(start)),

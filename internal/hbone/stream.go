@@ -71,6 +71,9 @@ func (s *stream) Broken() error {
 	return s.why
 }
 
+// Times are when the stream's tunnel was made. Streams of a Pool have them.
+func (s *stream) Times() Times { return s.t.times }
+
 func (s *stream) LocalAddr() netip.AddrPort { return s.t.local }
 
 func (s *stream) RemoteAddr() netip.AddrPort { return s.t.remote }

@@ -34,6 +34,7 @@ func (p *Pool) OpenThrough(ctx context.Context, gateway, target Target) (Stream,
 	if err != nil {
 		return nil, fail(PhaseHandshake, err)
 	}
+	times := Times{Dialled: start, Connected: start, Secured: p.cfg.Group.Now()}
 	response, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.ResponseTimeout)
 	defer cancel()
 	o := &opening{authority: target.Authority, headers: target.Headers}
@@ -41,7 +42,7 @@ func (p *Pool) OpenThrough(ctx context.Context, gateway, target Target) (Stream,
 	err = loop.Await(response, func(wake func()) {
 		o.done = wake
 		startTunnel(tunnelConfig{
-			group: p.cfg.Group, link: l, settings: p.cfg.Settings, owner: single{p}, peer: peer, buffers: p.bufs, budget: p.cfg.Budget,
+			times: times, group: p.cfg.Group, link: l, settings: p.cfg.Settings, owner: single{p}, peer: peer, buffers: p.bufs, budget: p.cfg.Budget,
 			settle: max(time.Millisecond, p.cfg.HandshakeTimeout-p.cfg.Group.Now().Sub(start)),
 			failed: func() { o.err = errTunnelClosed; wake() },
 		}, func(t *tunnel) {

@@ -57,8 +57,9 @@ type tunnel struct {
 	metrics  *Metrics
 	meter    meter
 	settle   *loop.Timer // until the peer's SETTINGS arrive
-	requests int         // CONNECTs without a response
-	probing  bool        // a timer looks after them
+	times    Times
+	requests int  // CONNECTs without a response
+	probing  bool // a timer looks after them
 }
 
 // lingerTime is how long a tunnel that was closed waits for the peer to close its side too.
@@ -77,6 +78,7 @@ type tunnelConfig struct {
 	settle   time.Duration // for the peer's SETTINGS
 	failed   func()
 	age      time.Duration // after which it takes no new streams; 0: any
+	times    Times
 }
 
 // startTunnel makes a task of a link, or, if the link is over a stream, a child of the tunnel that carries it. ready is called
@@ -92,6 +94,7 @@ func startTunnel(cfg tunnelConfig, ready func(t *tunnel)) {
 		streams: make(map[uint32]*stream),
 		account: loop.NewAccount(cfg.budget),
 		metrics: cfg.metrics,
+		times:   cfg.times,
 		parent:  carrier(cfg.link.conn),
 	}
 	start := func(r *loop.Ref) loop.Task {

@@ -138,6 +138,9 @@ func (r *Ref) After(d time.Duration, f func()) *Timer {
 	return t
 }
 
+// LoopTime is the Group's clock when the task's loop last looked at it: late by what it has run since, at most a few turns, and free.
+func (r *Ref) LoopTime() time.Time { return r.home().now }
+
 // Now is the time on the Group's clock.
 func (r *Ref) Now() time.Time { return r.home().g.Now() }
 

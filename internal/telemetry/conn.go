@@ -63,9 +63,9 @@ type Facts struct {
 	Destination      *workload.Workload
 	SrcIdentity      workload.Identity // proven, or our own
 	DstIdentity      workload.Identity // proven, or our own
-	TraceID          string            // for the access log, if Config.Fields asks for it, as the next two; they may be set until Finish
-	Policy           string            // that allowed it
-	TunnelLocal      netip.AddrPort    // the node's end of the tunnel
+	TraceID          string            // 32 hexadecimal digits, the same at both ends
+	Policy           string            // that decided; once the Conn is open it is set by SetPolicy
+	TunnelLocal      netip.AddrPort    // the node's end of the tunnel; as Policy, by SetTunnel
 	EarlyFailure     bool              // the flow failed before anything was decided: a short line
 	Suppressed       uint64            // how many that failed as this one have no line, since the last that has
 }
@@ -79,6 +79,8 @@ type Conn struct {
 	// Counted by whoever moves the bytes, when they were written. Received flowed from the side that opened the connection,
 	// Sent to it.
 	Received, Sent atomic.Uint64
+
+	progress
 
 	rec      *Recorder
 	series   *series    // as counted, guarded by the lock of rec

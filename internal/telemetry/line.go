@@ -2,7 +2,6 @@ package telemetry
 
 import (
 	"cmp"
-	"encoding/json"
 	"net/netip"
 	"strconv"
 	"time"
@@ -73,12 +72,33 @@ func (w *lineWriter) num(k string, v uint64) {
 	w.b = strconv.AppendUint(w.b, v, 10)
 }
 
+// appendJSON escapes as serde_json does, which leaves <, > and & as they are: what is not UTF-8 becomes U+FFFD.
 func appendJSON(b []byte, s string) []byte {
-	q, err := json.Marshal(s)
-	if err != nil { // a string is always marshalled
-		return b
+	b = append(b, '"')
+	for _, r := range s {
+		switch r {
+		case '"', '\\':
+			b = append(b, '\\', byte(r))
+		case '\b':
+			b = append(b, `\b`...)
+		case '\f':
+			b = append(b, `\f`...)
+		case '\n':
+			b = append(b, `\n`...)
+		case '\r':
+			b = append(b, `\r`...)
+		case '\t':
+			b = append(b, `\t`...)
+		default:
+			if r < ' ' {
+				b = append(b, `\u00`...)
+				b = append(b, "0123456789abcdef"[r>>4], "0123456789abcdef"[r&0xf])
+				continue
+			}
+			b = utf8.AppendRune(b, r)
+		}
 	}
-	return append(b, q...)
+	return append(b, '"')
 }
 
 // appendQuoted escapes as Rust's debug form does: what a peer supplied cannot break the line.
@@ -94,7 +114,9 @@ func appendQuoted(b []byte, s string) []byte {
 			b = append(b, `\r`...)
 		case r == '\t':
 			b = append(b, `\t`...)
-		case !unicode.IsPrint(r):
+		case r == 0:
+			b = append(b, `\0`...)
+		case !unicode.IsPrint(r), unicode.In(r, unicode.Mn, unicode.Me, unicode.Other_Grapheme_Extend):
 			b = append(b, `\u{`...)
 			b = strconv.AppendUint(b, uint64(r), 16)
 			b = append(b, '}')
@@ -103,6 +125,25 @@ func appendQuoted(b []byte, s string) []byte {
 		}
 	}
 	return append(b, '"')
+}
+
+// How much of a text is shown in the access log, in bytes: peers and pods supply some of it.
+const (
+	maxText     = 256  // names are shorter
+	maxIdentity = 1024 // a trust domain, a namespace and a service account, each of at most 253
+	maxError    = 1024
+	maxHBONE    = 260 // a hostname of 253, and a port
+)
+
+// cut is the beginning of a text that is longer than it may be.
+func cut(s string, limit int) string {
+	if len(s) <= limit {
+		return s
+	}
+	for limit > 0 && !utf8.RuneStart(s[limit]) {
+		limit--
+	}
+	return s[:limit] + "…"
 }
 
 // line is one line of the access log, in the fields and order of ztunnel.
@@ -120,9 +161,9 @@ func (r *Recorder) line(c *Conn, level, message string, err error, ended bool) [
 		w.side("src", c.source(), c.SrcIdentity)
 		w.addr("dst.addr", c.Dst)
 		if c.HBONEAddr != "" {
-			w.bare("dst.hbone_addr", hboneAddr(c.HBONEAddr))
+			w.hboneAddr("dst.hbone_addr", cut(c.HBONEAddr, maxHBONE))
 		}
-		w.str("dst.service", c.Service)
+		w.str("dst.service", cut(c.Service, maxText))
 		w.side("dst", c.Destination, c.DstIdentity)
 	}
 	w.str("direction", c.Direction.String())
@@ -132,7 +173,7 @@ func (r *Recorder) line(c *Conn, level, message string, err error, ended bool) [
 		w.str("duration", strconv.FormatInt(now.Sub(c.Start).Milliseconds(), 10)+"ms")
 	}
 	if err != nil {
-		w.str("error", err.Error())
+		w.str("error", cut(err.Error(), maxError))
 	}
 	if c.Suppressed > 0 {
 		w.num("suppressed", c.Suppressed)
@@ -165,28 +206,34 @@ func (w *lineWriter) extra(field string, c *Conn, ended bool) {
 	case "tunnel.local_addr":
 		w.addr(field, c.TunnelLocal)
 	case "policy":
-		w.str(field, c.Policy)
+		w.str(field, cut(c.Policy, maxError))
 	}
 }
 
-// hboneAddr is the authority as it may stand bare in a line: it comes from a peer.
-func hboneAddr(s string) string {
+// hboneAddr is an authority, which comes from a peer: bare, if it may stand so in a line.
+func (w *lineWriter) hboneAddr(k, s string) {
+	w.key(k)
+	if w.json {
+		w.b = appendJSON(w.b, s)
+		return
+	}
 	for _, r := range s {
-		if r <= ' ' || r == '"' || r == '\\' || !unicode.IsPrint(r) {
-			return string(appendQuoted(nil, s))
+		if r <= ' ' || r == '"' || r == '\\' || r == utf8.RuneError || !unicode.IsPrint(r) {
+			w.b = appendQuoted(w.b, s)
+			return
 		}
 	}
-	return s
+	w.b = append(w.b, s...)
 }
 
 func (w *lineWriter) side(prefix string, wl *workload.Workload, id workload.Identity) {
 	if wl != nil {
-		w.str(prefix+".workload", cmp.Or(wl.Name, wl.CanonicalName)) // of what a peer claims only the latter is known
-		w.str(prefix+".namespace", wl.Namespace)
+		w.str(prefix+".workload", cut(cmp.Or(wl.Name, wl.CanonicalName), maxText)) // of what a peer claims only the latter is known
+		w.str(prefix+".namespace", cut(wl.Namespace, maxText))
 	}
-	w.str(prefix+".identity", id.String())
+	w.str(prefix+".identity", cut(id.String(), maxIdentity))
 	if wl != nil {
-		w.str(prefix+".cluster", wl.ClusterID)
+		w.str(prefix+".cluster", cut(wl.ClusterID, maxText))
 	}
 }
 
