@@ -64,6 +64,71 @@ func localPrefixes(h *netlink.Handle, families []int) (list []netip.Prefix, err 
 	return list, nil
 }
 
+// A wayOut is a route of the main table that leads out of the netns.
+type wayOut struct {
+	to     netip.Prefix
+	metric int
+	index  int // of the interface; 0 when it has several
+}
+
+// waysOut lists them. Where there are rules of others, the main table does not tell the way: then there are none.
+func waysOut(h *netlink.Handle, families []int) (list []wayOut, err error) {
+	for _, family := range families {
+		rules, err := h.RuleList(family)
+		if err != nil {
+			return nil, fmt.Errorf("rules: %w", err)
+		}
+		for _, r := range rules {
+			if r.Protocol != protocol && r.Protocol != unix.RTPROT_KERNEL {
+				return nil, nil
+			}
+		}
+		want := &netlink.Route{Table: unix.RT_TABLE_MAIN}
+		routes, err := h.RouteListFiltered(family, want, netlink.RT_FILTER_TABLE)
+		if err != nil {
+			return nil, fmt.Errorf("routes of table main: %w", err)
+		}
+		for _, r := range routes {
+			w := wayOut{metric: r.Priority, index: r.LinkIndex}
+			if len(r.MultiPath) > 0 || r.Type != unix.RTN_UNICAST {
+				w.index = 0
+			}
+			ones, bits := maskSize(r.Dst)
+			if r.Dst == nil || bits == 0 {
+				w.to = netip.PrefixFrom(netip.IPv4Unspecified(), 0)
+				if family == unix.AF_INET6 {
+					w.to = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
+				}
+			} else if a, ok := netip.AddrFromSlice(r.Dst.IP); ok {
+				w.to = netip.PrefixFrom(a, ones)
+			}
+			list = append(list, w)
+		}
+	}
+	slices.SortStableFunc(list, func(a, b wayOut) int { // the best first
+		if d := b.to.Bits() - a.to.Bits(); d != 0 {
+			return d
+		}
+		return a.metric - b.metric
+	})
+	return list, nil
+}
+
+// wayOut returns the interface by which the kernel sends what is for a, or 0 when that is not to be seen in the main table.
+func (w *Addresses) wayOut(a netip.Addr) int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.refresh() != nil {
+		return 0
+	}
+	for i := range w.ways {
+		if w.ways[i].to.Contains(a) {
+			return w.ways[i].index
+		}
+	}
+	return 0
+}
+
 // eventBuffer is the size, in bytes, of the receive buffer for events; the kernel takes its minimum. That something has
 // changed is all that is asked of them, and an overflow says so too: the pod's churn costs no memory.
 const eventBuffer = 1
@@ -81,6 +146,7 @@ type Addresses struct {
 	stale  bool            // read anew before the next answer
 	addrs  []netip.Addr
 	locals []netip.Prefix
+	ways   []wayOut
 }
 
 // WatchAddresses returns the Addresses of netns. It ends with Close.
@@ -157,7 +223,11 @@ func (w *Addresses) refresh() error {
 	if err != nil {
 		return err
 	}
-	w.addrs, w.locals, w.stale = addrs, locals, false
+	ways, err := waysOut(w.h, w.families)
+	if err != nil {
+		return err
+	}
+	w.addrs, w.locals, w.ways, w.stale = addrs, locals, ways, false
 	return nil
 }
 

@@ -40,7 +40,11 @@ type Config struct {
 
 	Marks Marks
 
-	// FailOpenRoute leaves out the unreachable route behind the TUN route, so that traffic leaves in clear when the
+	// Steering leads flows past user space that were decided about, see [Kernel.Steer]: then no TCP but DNS may end in the netstack.
+	// nil means that everything is carried. It has to outlive the Kernel.
+	Steering *Steering
+
+	// FailOpenRoute leaves out the unreachable route behind the TUN route, and the guard of a Steering, so that traffic leaves in clear when the
 	// process is dead. It is there for tests that have to see their detector work.
 	FailOpenRoute bool
 

@@ -29,12 +29,11 @@ func (c *Config) complete() error {
 	if c.MTU != 0 && (c.MTU < minMTU || c.MTU > MaxPacket) {
 		return fmt.Errorf("tun: config: MTU %d is not between %d and %d", c.MTU, minMTU, MaxPacket)
 	}
-	m := &c.Marks
-	if m.OwnMask == 0 {
-		m.OwnMask = DefaultMarkMask
+	if err := c.Marks.complete(); err != nil {
+		return err
 	}
-	if m.Own == 0 || m.Deliver == 0 || m.Own == m.Deliver || (m.Own|m.Deliver)&^m.OwnMask != 0 {
-		return fmt.Errorf("tun: config: Marks %#x and %#x are not two different non-zero values inside %#x", m.Own, m.Deliver, m.OwnMask)
+	if err := c.sameMarks(); err != nil {
+		return err
 	}
 	if c.Log == nil {
 		c.Log = slog.New(slog.DiscardHandler)

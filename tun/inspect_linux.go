@@ -30,7 +30,7 @@ func (s *setup) inspect() (err error) {
 		if err != nil {
 			return err
 		}
-		ours, err := s.filters(i.Index)
+		ours, err := s.ourFilters(i.Index)
 		if err != nil {
 			return err
 		}

@@ -22,6 +22,8 @@ type Kernel struct {
 	state    *state
 	markedBy string
 	adopted  bool
+	cookie   uint64
+	steerer  netnsSteerer // nil without Config.Steering
 
 	mu sync.RWMutex // guards fd; held for reading during I/O, which never blocks
 	fd int          // -1 after Close
@@ -75,6 +77,7 @@ func Open(ctx context.Context, cfg Config) (*Kernel, error) {
 	return &Kernel{
 		cfg: cfg, index: s.link.Attrs().Index, ifaces: s.ifaces, families: s.families, addrs: s.watch,
 		state: s.state, markedBy: s.markedBy, adopted: s.adopted || s.leftovers, fd: s.fd,
+		cookie: s.cookie, steerer: s.steerer,
 	}, nil
 }
 
@@ -136,6 +139,9 @@ func (k *Kernel) Close() error {
 		return nil
 	}
 	err := errors.Join(unix.Close(k.fd), k.addrs.Close(), k.cfg.Netns.Close())
+	if k.steerer != nil {
+		err = errors.Join(err, k.steerer.close())
+	}
 	k.fd = -1
 	if err != nil {
 		return fmt.Errorf("tun: device %s: close: %w", k.cfg.Name, err)

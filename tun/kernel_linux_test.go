@@ -250,7 +250,7 @@ func TestNetnsWithoutIngressMarkRepliesAreCaptured(t *testing.T) {
 			return err
 		}
 		defer h.Close()
-		return (&setup{h: h}).removeFilters()
+		return (&setup{h: h}).removeFilters(ingressFilter)
 	}))
 	if _, err := connect(t, l.pod, to, testOwn, 100); !errors.Is(err, unix.EINPROGRESS) {
 		t.Errorf("connect: %v, want a timeout", err)

@@ -55,6 +55,7 @@ func Remove(ctx context.Context, cfg Config) error {
 	if cfg.Marks == (Marks{}) {
 		cfg.Marks = Marks{Own: 1, Deliver: 2} // not used
 	}
+	cfg.Steering = nil
 	if err := cfg.complete(); err != nil {
 		return err
 	}
@@ -114,6 +115,10 @@ func (s *setup) hasOurRules() (bool, error) {
 // remove takes everything of ztun's away, in the reverse order of run. It goes by what is there, not by what was done, so
 // that it works for any start, however far that came.
 func (s *setup) remove() error {
+	// First: without the rules nothing gives the application's connections the mark that it asks for.
+	if err := s.removeFilters(guardFilter); err != nil {
+		return err
+	}
 	families := []int{unix.AF_INET, unix.AF_INET6}
 	for _, family := range families {
 		if err := s.removeRules(family); err != nil {
@@ -124,7 +129,7 @@ func (s *setup) remove() error {
 	for _, family := range families {
 		errs = append(errs, s.removeRoutes(family))
 	}
-	errs = append(errs, s.removeFilters(), s.removeNFT())
+	errs = append(errs, s.removeFilters(filters...), s.removeNFT())
 	if s.state != nil {
 		errs = append(errs, s.proc.restore(s.state.Sysctls))
 	} else if s.link != nil {

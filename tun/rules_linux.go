@@ -90,7 +90,10 @@ func (s *setup) rules(family int) []*netlink.Rule {
 	mask := s.cfg.Marks.OwnMask
 
 	delivery := table(prefDelivery, tableDelivery)
-	delivery.Mark, delivery.Mask, delivery.IifName = s.cfg.Marks.Deliver, &mask, "lo"
+	delivery.Mark, delivery.Mask = s.cfg.Marks.Deliver, &mask
+	if s.cfg.Steering == nil {
+		delivery.IifName = "lo" // else a SYN for ztun's listener comes from the device, by a mark that only ztun sets
+	}
 	own := exempt(prefOwn)
 	own.Mark, own.Mask = s.cfg.Marks.Own, &mask
 	probe := probe4
@@ -162,14 +165,14 @@ func (s *setup) setRules(family int) error {
 		}
 		s.undo.add(func() error { return s.h.RuleAdd(&r) })
 	}
-	for _, r := range have {
+	for _, r := range have { // all: a second one, somebody's repair, would let everything in
 		if !isKernelLocal(&r) {
 			continue
 		}
 		if err := s.deleteRule(&r); err != nil {
 			return err
 		}
-		s.undo.add(func() error { return s.h.RuleAdd(kernelLocal(family)) })
+		s.undo.add(func() error { return s.h.RuleAdd(&r) })
 	}
 	return nil
 }

@@ -40,6 +40,8 @@ type setup struct {
 	before   []sysctl
 	markedBy string
 	watch    *Addresses
+	cookie   uint64
+	steerer  netnsSteerer // nil without Config.Steering
 }
 
 func (s *setup) has(family int) bool { return slices.Contains(s.families, family) }
@@ -69,9 +71,11 @@ func (s *setup) run(ctx context.Context) (err error) {
 			err = errors.Join(err, s.undo.run())
 		}
 	}()
-	steps := []func() error{s.inspect, s.openDevice, s.keepState, s.configureDevice, s.setSysctls, s.setMark}
-	steps = append(steps, s.eachFamily(s.setRoutes), s.eachFamily(s.setRules))
-	steps = append(steps, func() error { return s.selfCheck(ctx) }, s.watchAddresses)
+	steps := []func() error{
+		s.inspect, s.findCookie, s.openDevice, s.keepState, s.configureDevice, s.setSysctls, s.setMark, s.steer,
+		s.eachFamily(s.setRoutes), s.enrolRunning, s.eachFamily(s.setRules), s.enrolRunning, s.setGuard,
+		func() error { return s.selfCheck(ctx) }, s.watchAddresses,
+	}
 	for _, step := range steps {
 		if err := ctx.Err(); err != nil {
 			return err

@@ -122,3 +122,47 @@ func (*Addresses) Local(netip.Addr) bool { return false }
 
 // Close returns nil.
 func (*Addresses) Close() error { return nil }
+
+// A Steering leads flows past user space, which only Linux can.
+type Steering struct{}
+
+// NewSteering returns an error.
+func NewSteering(SteeringConfig) (*Steering, error) { return nil, errLinux }
+
+// Backend returns "".
+func (*Steering) Backend() string { return "" }
+
+// Run returns an error.
+func (*Steering) Run(context.Context) error { return errLinux }
+
+// Lost returns 0.
+func (*Steering) Lost() uint64 { return 0 }
+
+// Close returns nil.
+func (*Steering) Close() error { return nil }
+
+// Steers returns false.
+func (k *Kernel) Steers() bool { return false }
+
+// Cookie returns 0.
+func (k *Kernel) Cookie() uint64 { return 0 }
+
+// SteerListeners returns an error.
+func (k *Kernel) SteerListeners(v4, v6 int) error { return errLinux }
+
+// Steer returns an error.
+func (k *Kernel) Steer(src, dst netip.AddrPort, w Way) error { return errLinux }
+
+// Unsteer does nothing.
+func (k *Kernel) Unsteer(src, dst netip.AddrPort) {}
+
+// SocketOf returns an error.
+func (k *Kernel) SocketOf(local, remote netip.AddrPort) (SocketInfo, error) {
+	return SocketInfo{}, errLinux
+}
+
+// Sockets returns an error.
+func (k *Kernel) Sockets(func(local, remote netip.AddrPort, i SocketInfo)) error { return errLinux }
+
+// DestroySocket returns an error.
+func (k *Kernel) DestroySocket(local, remote netip.AddrPort) error { return errLinux }

@@ -1,0 +1,717 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Steering. The SYN of each flow is decided about in user space, and written back to the device when the flow is to go on;
+// what was decided stands in the map flows until the flow has come to be. From then on it stands in the application's own
+// socket, as its mark, and the routing rules do the rest: there is no program and no state in the way of the bytes.
+//
+//	ztun_ingress  interface, in: all TCP but SYNs stays in the kernel, and so do SYNs to ztun's own listeners
+//	ztun_guard    interface, out: TCP without ztun's own mark goes nowhere
+//	ztun_device   device, in: the SYN that was written back takes the way that was decided
+//	ztun_lookup   netns: hands the SYN to ztun's listener, whatever its destination
+//	ztun_sockets  all sockets: marks those of the flows, and tells of the end of those that were handed back
+//	ztun_enrol    once, in a netns: marks the connections that are older than the capture
+//
+// An address is 16 bytes, IPv4 as ::ffff:a.b.c.d, which is how the kernel has it in IPv6 sockets too.
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/ip.h>
+#include <linux/ipv6.h>
+#include <linux/pkt_cls.h>
+#include <bpf/bpf_core_read.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+#include <bpf/bpf_tracing.h>
+
+#define AF_INET 2
+#define AF_INET6 10
+#define SOL_SOCKET 1 // these three as on all architectures but alpha, mips, parisc and sparc
+#define SO_MARK 36
+#define ECONNREFUSED 111
+
+#define FRAGMENT_OFFSET 0x1fff // RFC 791, section 3.1
+#define TCP_FLAGS 13           // offset of the flags, RFC 9293, section 3.1
+#define FIN 0x01
+#define SYN 0x02
+#define RST 0x04
+#define ACK 0x10
+
+// Replaced when a program is loaded.
+volatile const __u32 own_mark = 0x539;
+volatile const __u32 own_mask = 0xfff;
+volatile const __u32 deliver_mark = 0x111;
+volatile const __u64 netns_cookie = 0; // of the netns of ztun_device and ztun_lookup
+
+// Ways, as in tun.Way.
+enum {
+	TO_NETWORK = 1,
+	TO_APPLICATION,
+	TO_LISTENER,
+	TO_LISTENER_INBOUND,
+};
+
+// A flow is who opened it, to whom, and where.
+struct flow {
+	__u32 src[4];
+	__u32 dst[4];
+	__be16 sport;
+	__be16 dport;
+	__u32 pad;
+	__u64 netns;
+};
+
+struct decision {
+	__u32 way;
+	__u32 interface; // index of the one that TO_NETWORK leads to, or 0
+	__u64 at;        // CLOCK_MONOTONIC, ns
+};
+
+// What was decided about flows that have not come to be yet. It is of the LRU kind so that no flood of them can keep others
+// out; one that is pushed out fails.
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 65536);
+	__type(key, struct flow);
+	__type(value, struct decision);
+} flows SEC(".maps");
+
+// The cookies of the captured netns.
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 16384);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u64);
+	__type(value, __u32);
+} captured SEC(".maps");
+
+// ztun's listeners of a netns: 0 for IPv4, 1 for IPv6.
+struct {
+	__uint(type, BPF_MAP_TYPE_SOCKMAP);
+	__uint(max_entries, 2);
+	__type(key, __u32);
+	__type(value, __u64);
+} listeners SEC(".maps");
+
+// What has to be known of a socket whose flow was handed back.
+struct handed {
+	__u32 way;
+	__u32 fins; // FIN_RECEIVED, FIN_ACKED: counted by the kernel as a byte each
+};
+
+#define FIN_RECEIVED 1
+#define FIN_ACKED 2
+
+struct {
+	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, int);
+	__type(value, struct handed);
+} handed_back SEC(".maps");
+
+// An end is that of a flow that was handed back.
+struct end {
+	struct flow flow;
+	__u64 received; // bytes from src to dst
+	__u64 sent;     // from dst to src
+	__u32 established;
+	__u32 err; // of the socket
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 1 << 20); // bytes: 13,000 ends
+} ends SEC(".maps");
+
+// Ends that found no room in the map ends.
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u64);
+} lost SEC(".maps");
+
+static __always_inline void tell(const struct end *e)
+{
+	__u32 zero = 0;
+	__u64 *n;
+
+	if (!bpf_ringbuf_output(&ends, (void *)e, sizeof(*e), 0))
+		return;
+	n = bpf_map_lookup_elem(&lost, &zero);
+	if (n)
+		__sync_fetch_and_add(n, 1);
+}
+
+// Offsets are relative to the network header, which is right with and without a link-layer header.
+static __always_inline bool load(struct __sk_buff *skb, __u32 off, void *to, __u32 len)
+{
+	return bpf_skb_load_bytes_relative(skb, off, to, len, BPF_HDR_START_NET) == 0;
+}
+
+enum what {
+	OTHER,    // not TCP, or not seen to be
+	FRAGMENT, // of TCP, without its header
+	SEGMENT,
+};
+
+// parse reads who sends what to whom. Of IPv6, TCP behind extension headers is not looked for.
+static __always_inline enum what parse(struct __sk_buff *skb, struct flow *f, __u8 *flags)
+{
+	__u32 tcp;
+
+	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+		struct iphdr ip;
+
+		if (!load(skb, 0, &ip, sizeof(ip)) || ip.protocol != IPPROTO_TCP)
+			return OTHER;
+		if (ip.frag_off & bpf_htons(FRAGMENT_OFFSET))
+			return FRAGMENT;
+		f->src[2] = f->dst[2] = bpf_htonl(0xffff);
+		f->src[3] = ip.saddr;
+		f->dst[3] = ip.daddr;
+		tcp = ip.ihl * 4;
+	} else if (skb->protocol == bpf_htons(ETH_P_IPV6)) {
+		struct ipv6hdr ip;
+
+		if (!load(skb, 0, &ip, sizeof(ip)) || ip.nexthdr != IPPROTO_TCP)
+			return OTHER;
+		__builtin_memcpy(f->src, &ip.saddr, sizeof(f->src));
+		__builtin_memcpy(f->dst, &ip.daddr, sizeof(f->dst));
+		tcp = sizeof(ip);
+	} else {
+		return OTHER;
+	}
+	if (!load(skb, tcp, &f->sport, 4) || !load(skb, tcp + TCP_FLAGS, flags, 1))
+		return OTHER;
+	return SEGMENT;
+}
+
+// is_syn reports what a listener would take for the beginning of a connection.
+static __always_inline bool is_syn(__u8 flags)
+{
+	return (flags & (SYN | ACK)) == SYN;
+}
+
+// listener returns the listening socket that f's destination has. No connection has the port 0, so that neither one of the
+// same addresses nor its TIME_WAIT is found in its place. What is returned has to be released.
+static __always_inline struct bpf_sock *listener(struct __sk_buff *skb, const struct flow *f)
+{
+	struct bpf_sock_tuple tuple = {};
+
+	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+		tuple.ipv4.saddr = f->src[3];
+		tuple.ipv4.daddr = f->dst[3];
+		tuple.ipv4.dport = f->dport;
+		return bpf_sk_lookup_tcp(skb, &tuple, sizeof(tuple.ipv4), BPF_F_CURRENT_NETNS, 0);
+	}
+	__builtin_memcpy(tuple.ipv6.saddr, f->src, sizeof(f->src));
+	__builtin_memcpy(tuple.ipv6.daddr, f->dst, sizeof(f->dst));
+	tuple.ipv6.dport = f->dport;
+	return bpf_sk_lookup_tcp(skb, &tuple, sizeof(tuple.ipv6), BPF_F_CURRENT_NETNS, 0);
+}
+
+// ztun_ingress marks what the kernel keeps. A SYN is kept only for a listener of ztun's, whatever other socket there is: it
+// may begin another connection. All else belongs to a connection that was decided about, or to none.
+SEC("tc")
+int ztun_ingress(struct __sk_buff *skb)
+{
+	struct flow f = {};
+	struct bpf_sock *sk;
+	__u8 flags = 0;
+
+	switch (parse(skb, &f, &flags)) {
+	case OTHER:
+		return TC_ACT_UNSPEC;
+	case FRAGMENT: // is nothing without the first, which has the header
+		skb->mark = own_mark;
+		return TC_ACT_UNSPEC;
+	case SEGMENT:
+		break;
+	}
+	if (!is_syn(flags)) {
+		skb->mark = own_mark;
+		return TC_ACT_UNSPEC;
+	}
+	sk = listener(skb, &f);
+	if (!sk)
+		return TC_ACT_UNSPEC;
+	if (sk->state == BPF_TCP_LISTEN && (sk->mark & own_mask) == own_mark)
+		skb->mark = own_mark;
+	bpf_sk_release(sk);
+	return TC_ACT_UNSPEC;
+}
+
+// The address of kubelet's probes, 169.254.7.127 and fd16:9254:7127:1337:ffff:ffff:ffff:ffff.
+#define PROBE4 bpf_htonl(0xa9fe077f)
+
+static __always_inline bool is_probe6(const struct in6_addr *a)
+{
+	return a->in6_u.u6_addr32[0] == bpf_htonl(0xfd169254) && a->in6_u.u6_addr32[1] == bpf_htonl(0x71271337) &&
+	       a->in6_u.u6_addr32[2] == 0xffffffff && a->in6_u.u6_addr32[3] == 0xffffffff;
+}
+
+// Extension headers that an IPv6 packet may have in front of TCP. A program without privilege can add a routing header.
+#define MAX_EXTENSIONS 8
+
+// is_tcp6 walks the headers. What is longer than it looks counts as TCP.
+static __always_inline bool is_tcp6(struct __sk_buff *skb, __u8 next)
+{
+	__u32 off = sizeof(struct ipv6hdr);
+	__u8 h[2];
+
+#pragma unroll
+	for (int i = 0; i < MAX_EXTENSIONS; i++) {
+		switch (next) {
+		case IPPROTO_TCP:
+			return true;
+		case IPPROTO_HOPOPTS:
+		case IPPROTO_ROUTING:
+		case IPPROTO_DSTOPTS:
+		case IPPROTO_FRAGMENT:
+		case IPPROTO_AH:
+			break;
+		default:
+			return false;
+		}
+		if (!load(skb, off, h, sizeof(h)))
+			return true;
+		if (next == IPPROTO_FRAGMENT)
+			off += 8;
+		else if (next == IPPROTO_AH)
+			off += (h[1] + 2) * 4;
+		else
+			off += (h[1] + 1) * 8;
+		next = h[0];
+	}
+	return true;
+}
+
+// ztun_guard lets no TCP out that nobody has decided about. Such TCP is not led to the device when its socket is bound to the
+// interface: no route counts then.
+SEC("tc")
+int ztun_guard(struct __sk_buff *skb)
+{
+	if ((skb->mark & own_mask) == own_mark)
+		return TC_ACT_UNSPEC;
+	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+		struct iphdr ip;
+
+		if (!load(skb, 0, &ip, sizeof(ip)) || ip.protocol != IPPROTO_TCP || ip.saddr == PROBE4 || ip.daddr == PROBE4)
+			return TC_ACT_UNSPEC;
+		return TC_ACT_SHOT;
+	}
+	if (skb->protocol == bpf_htons(ETH_P_IPV6)) {
+		struct ipv6hdr ip;
+
+		if (!load(skb, 0, &ip, sizeof(ip)) || is_probe6(&ip.saddr) || is_probe6(&ip.daddr) || !is_tcp6(skb, ip.nexthdr))
+			return TC_ACT_UNSPEC;
+		return TC_ACT_SHOT;
+	}
+	return TC_ACT_UNSPEC;
+}
+
+// to_network sends a SYN out as if the device had not been in its way. Where the interface is not known, the kernel forwards
+// it, for which it counts a hop: that is given back before.
+static __always_inline int to_network(struct __sk_buff *skb, __u32 interface)
+{
+	skb->mark = own_mark; // both ways look for the route with it
+	if (interface) {
+		if (bpf_skb_change_head(skb, ETH_HLEN, 0)) // a packet of the device has no link-layer header, and no room for one
+			return TC_ACT_SHOT;
+		return bpf_redirect_neigh(interface, NULL, 0, 0);
+	}
+	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+		struct ttl {
+			__u8 ttl, protocol;
+		} old, new;
+
+		if (!load(skb, offsetof(struct iphdr, ttl), &old, sizeof(old)))
+			return TC_ACT_SHOT;
+		if (old.ttl == 255)
+			return TC_ACT_UNSPEC;
+		new = old;
+		new.ttl++;
+		if (bpf_l3_csum_replace(skb, offsetof(struct iphdr, check), *(__u16 *)&old, *(__u16 *)&new, 2) ||
+		    bpf_skb_store_bytes(skb, offsetof(struct iphdr, ttl), &new, sizeof(new), 0))
+			return TC_ACT_SHOT;
+	} else {
+		__u8 hops;
+
+		if (!load(skb, offsetof(struct ipv6hdr, hop_limit), &hops, 1))
+			return TC_ACT_SHOT;
+		if (hops == 255)
+			return TC_ACT_UNSPEC;
+		hops++;
+		if (bpf_skb_store_bytes(skb, offsetof(struct ipv6hdr, hop_limit), &hops, 1, 0))
+			return TC_ACT_SHOT;
+	}
+	return TC_ACT_UNSPEC;
+}
+
+// ztun_device deals with what ztun has written to the device. A SYN that nobody has decided about goes nowhere. A RST is
+// ztun's refusal, which the guard has to let pass on its way to a client outside.
+SEC("tc")
+int ztun_device(struct __sk_buff *skb)
+{
+	struct flow f = {.netns = netns_cookie};
+	struct decision *d;
+	struct bpf_sock *sk;
+	__u8 flags = 0;
+
+	if (parse(skb, &f, &flags) != SEGMENT)
+		return TC_ACT_UNSPEC;
+	if (flags & RST) {
+		skb->mark = own_mark;
+		return TC_ACT_UNSPEC;
+	}
+	if (!is_syn(flags))
+		return TC_ACT_UNSPEC; // of the netstack: DNS over TCP
+	d = bpf_map_lookup_elem(&flows, &f);
+	if (!d)
+		return TC_ACT_SHOT;
+	switch (d->way) {
+	case TO_NETWORK:
+		return to_network(skb, d->interface);
+	case TO_LISTENER:
+		skb->mark = deliver_mark;
+		return TC_ACT_UNSPEC;
+	case TO_LISTENER_INBOUND:
+		skb->mark = own_mark;
+		return TC_ACT_UNSPEC;
+	case TO_APPLICATION:
+		skb->mark = own_mark;
+		sk = listener(skb, &f);
+		if (sk) {
+			bpf_sk_release(sk);
+		} else { // the kernel will refuse it, and tells nobody
+			struct end e = {.flow = f, .err = ECONNREFUSED};
+
+			if (!bpf_map_delete_elem(&flows, &f))
+				tell(&e);
+		}
+		return TC_ACT_UNSPEC;
+	}
+	return TC_ACT_SHOT;
+}
+
+// WORD reads one word of a context. Two at once the verifier refuses, and one at an offset that depends on the family, which
+// clang would make of the last loads of both branches without END_OF_IPV4.
+#define WORD(x) (*(volatile __u32 *)&(x))
+#define END_OF_IPV4 asm volatile("# IPv4" ::: "memory")
+
+SEC("sk_lookup")
+int ztun_lookup(struct bpf_sk_lookup *ctx)
+{
+	struct flow f = {.netns = netns_cookie};
+	struct decision *d;
+	struct bpf_sock *sk;
+	__u32 index = 0;
+	long err;
+
+	if (ctx->protocol != IPPROTO_TCP)
+		return SK_PASS;
+	if (ctx->family == AF_INET) {
+		f.src[2] = f.dst[2] = bpf_htonl(0xffff);
+		f.src[3] = WORD(ctx->remote_ip4);
+		f.dst[3] = WORD(ctx->local_ip4);
+		END_OF_IPV4;
+	} else {
+		index = 1;
+		f.src[0] = WORD(ctx->remote_ip6[0]);
+		f.src[1] = WORD(ctx->remote_ip6[1]);
+		f.src[2] = WORD(ctx->remote_ip6[2]);
+		f.src[3] = WORD(ctx->remote_ip6[3]);
+		f.dst[0] = WORD(ctx->local_ip6[0]);
+		f.dst[1] = WORD(ctx->local_ip6[1]);
+		f.dst[2] = WORD(ctx->local_ip6[2]);
+		f.dst[3] = WORD(ctx->local_ip6[3]);
+	}
+	f.sport = (__be16)ctx->remote_port;
+	f.dport = bpf_htons((__u16)ctx->local_port);
+	d = bpf_map_lookup_elem(&flows, &f);
+	if (!d || (d->way != TO_LISTENER && d->way != TO_LISTENER_INBOUND))
+		return SK_PASS;
+	sk = bpf_map_lookup_elem(&listeners, &index);
+	if (!sk)
+		return SK_DROP;
+	err = bpf_sk_assign(ctx, sk, 0);
+	bpf_sk_release(sk);
+	return err ? SK_DROP : SK_PASS;
+}
+
+// What is read of a socket where the kernel has BTF, relocated when the program is loaded.
+struct sock {
+	int sk_err;
+	int sk_err_soft;
+	unsigned long sk_flags;
+	unsigned int sk_mark;
+} __attribute__((preserve_access_index));
+
+struct inet_sock {
+	struct sock sk;
+} __attribute__((preserve_access_index));
+
+struct inet_connection_sock {
+	struct inet_sock icsk_inet;
+} __attribute__((preserve_access_index));
+
+struct tcp_sock {
+	struct inet_connection_sock inet_conn;
+} __attribute__((preserve_access_index));
+
+struct sock_common {
+	volatile unsigned char skc_state;
+} __attribute__((preserve_access_index));
+
+#define SOCK_DONE 1 // of enum sock_flags: the peer's FIN was received
+
+static __always_inline void socket_flow(struct bpf_sock_ops *ctx, struct flow *f, bool opener)
+{
+	__u32 local[4] = {}, remote[4] = {};
+	__be16 lport = bpf_htons((__u16)ctx->local_port), rport = bpf_htons((__u16)bpf_ntohl(ctx->remote_port));
+
+	if (ctx->family == AF_INET) {
+		local[2] = remote[2] = bpf_htonl(0xffff);
+		local[3] = WORD(ctx->local_ip4);
+		remote[3] = WORD(ctx->remote_ip4);
+		END_OF_IPV4;
+	} else {
+		local[0] = WORD(ctx->local_ip6[0]);
+		local[1] = WORD(ctx->local_ip6[1]);
+		local[2] = WORD(ctx->local_ip6[2]);
+		local[3] = WORD(ctx->local_ip6[3]);
+		remote[0] = WORD(ctx->remote_ip6[0]);
+		remote[1] = WORD(ctx->remote_ip6[1]);
+		remote[2] = WORD(ctx->remote_ip6[2]);
+		remote[3] = WORD(ctx->remote_ip6[3]);
+	}
+	__builtin_memcpy(f->src, opener ? local : remote, sizeof(f->src));
+	__builtin_memcpy(f->dst, opener ? remote : local, sizeof(f->dst));
+	f->sport = opener ? lport : rport;
+	f->dport = opener ? rport : lport;
+	f->netns = bpf_get_netns_cookie(ctx);
+}
+
+// mark changes the part of a socket's mark that is ztun's. Its cached route is dropped with that.
+static __always_inline void mark(struct bpf_sock_ops *ctx, struct bpf_sock *sk, __u32 to)
+{
+	__u32 m = (sk->mark & ~own_mask) | to;
+
+	bpf_setsockopt(ctx, SOL_SOCKET, SO_MARK, &m, sizeof(m));
+}
+
+static __always_inline void watch(struct bpf_sock_ops *ctx, bool on)
+{
+	int flags = ctx->bpf_sock_ops_cb_flags;
+
+	if (on)
+		flags |= BPF_SOCK_OPS_STATE_CB_FLAG;
+	else
+		flags &= ~BPF_SOCK_OPS_STATE_CB_FLAG;
+	bpf_sock_ops_cb_flags_set(ctx, flags);
+}
+
+static __always_inline void hand_back(struct bpf_sock_ops *ctx, struct bpf_sock *sk, __u32 way)
+{
+	struct handed *h = bpf_sk_storage_get(&handed_back, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
+
+	if (h) {
+		h->way = way;
+		watch(ctx, true);
+	}
+	mark(ctx, sk, own_mark);
+}
+
+static __always_inline __u64 without_fin(__u64 bytes, bool fin, __u64 syn)
+{
+	bytes = bytes > syn ? bytes - syn : 0;
+	return fin && bytes > 0 ? bytes - 1 : bytes;
+}
+
+// ended tells of the end of a socket, which was in the state old until now.
+static __always_inline void ended(struct bpf_sock_ops *ctx, struct bpf_sock *sk, __u32 old, bool btf)
+{
+	struct handed *h = bpf_sk_storage_get(&handed_back, sk, NULL, 0);
+	__u64 acked = ctx->bytes_acked, received = ctx->bytes_received;
+	struct end e = {};
+	__u32 fins;
+
+	if (btf) {
+		struct tcp_sock *tp = bpf_skc_to_tcp_sock(sk);
+
+		if (tp)
+			e.err = tp->inet_conn.icsk_inet.sk.sk_err;
+		if (tp && h && old == BPF_TCP_FIN_WAIT2 && (tp->inet_conn.icsk_inet.sk.sk_flags & (1 << SOCK_DONE)))
+			h->fins |= FIN_RECEIVED;
+	} else if (h && old == BPF_TCP_FIN_WAIT2) {
+		h->fins |= FIN_RECEIVED; // as a rule
+	}
+	if (old == BPF_TCP_SYN_SENT) {
+		struct decision *d;
+
+		socket_flow(ctx, &e.flow, true);
+		d = bpf_map_lookup_elem(&flows, &e.flow);
+		if (!d || (d->way != TO_NETWORK && d->way != TO_LISTENER))
+			return;
+		if (!btf)
+			e.err = ECONNREFUSED; // the likeliest: what is refused ends at once
+		if (d->way == TO_LISTENER) {
+			bpf_map_delete_elem(&flows, &e.flow);
+			return;
+		}
+		if (!bpf_map_delete_elem(&flows, &e.flow))
+			tell(&e);
+		return;
+	}
+	if (!h)
+		return;
+	fins = h->fins;
+	if (old == BPF_TCP_LAST_ACK || old == BPF_TCP_CLOSING)
+		fins |= FIN_ACKED;
+	e.established = 1;
+	if (h->way == TO_NETWORK) {
+		socket_flow(ctx, &e.flow, true);
+		e.received = without_fin(acked, fins & FIN_ACKED, 1); // an opener's SYN counts too
+		e.sent = without_fin(received, fins & FIN_RECEIVED, 0);
+	} else {
+		socket_flow(ctx, &e.flow, false);
+		e.received = without_fin(received, fins & FIN_RECEIVED, 0);
+		e.sent = without_fin(acked, fins & FIN_ACKED, 0);
+	}
+	if (e.err && (old == BPF_TCP_LAST_ACK || old == BPF_TCP_CLOSING)) { // reset or timed out: the FIN was not acknowledged
+		if (h->way == TO_NETWORK)
+			e.received += 1;
+		else
+			e.sent += 1;
+	}
+	tell(&e);
+}
+
+static __always_inline int sockets(struct bpf_sock_ops *ctx, bool btf)
+{
+	struct flow f = {};
+	struct decision *d;
+	struct bpf_sock *sk = ctx->sk;
+	__u64 cookie;
+	__u32 m;
+
+	if (!sk)
+		return 1;
+	switch (ctx->op) {
+	case BPF_SOCK_OPS_TCP_CONNECT_CB: // before the SYN: should the flow be handed back and fail, nothing else tells of it
+		cookie = bpf_get_netns_cookie(ctx);
+		if (!bpf_map_lookup_elem(&captured, &cookie))
+			return 1;
+		m = sk->mark & own_mask;
+		if (m != own_mark && m != deliver_mark)
+			watch(ctx, true);
+		return 1;
+	case BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB: // before the ACK, which takes the decided way already
+		cookie = bpf_get_netns_cookie(ctx);
+		if (!bpf_map_lookup_elem(&captured, &cookie))
+			return 1;
+		socket_flow(ctx, &f, true);
+		d = bpf_map_lookup_elem(&flows, &f);
+		if (d && d->way == TO_NETWORK) {
+			hand_back(ctx, sk, TO_NETWORK);
+			bpf_map_delete_elem(&flows, &f);
+			return 1;
+		}
+		watch(ctx, false);
+		// The listener's side forgets the decision: with SYN cookies it needs it for the ACK too.
+		if (d && d->way == TO_LISTENER)
+			mark(ctx, sk, deliver_mark);
+		return 1;
+	case BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB:
+		cookie = bpf_get_netns_cookie(ctx);
+		if (!bpf_map_lookup_elem(&captured, &cookie))
+			return 1;
+		socket_flow(ctx, &f, false);
+		d = bpf_map_lookup_elem(&flows, &f);
+		if (!d)
+			return 1;
+		if (d->way == TO_APPLICATION && (sk->mark & own_mask) != deliver_mark) {
+			hand_back(ctx, sk, TO_APPLICATION);
+			bpf_map_delete_elem(&flows, &f);
+		} else if (d->way == TO_LISTENER || d->way == TO_LISTENER_INBOUND) {
+			bpf_map_delete_elem(&flows, &f);
+		}
+		return 1;
+	case BPF_SOCK_OPS_STATE_CB: {
+		__u32 old = ctx->args[0], now = ctx->args[1];
+		struct handed *h;
+
+		if (now == BPF_TCP_CLOSE) {
+			ended(ctx, sk, old, btf);
+			return 1;
+		}
+		h = bpf_sk_storage_get(&handed_back, sk, NULL, 0);
+		if (!h)
+			return 1;
+		if (now == BPF_TCP_CLOSE_WAIT || now == BPF_TCP_CLOSING)
+			h->fins |= FIN_RECEIVED;
+		else if (now == BPF_TCP_FIN_WAIT2)
+			h->fins |= FIN_ACKED;
+		return 1;
+	}
+	}
+	return 1;
+}
+
+SEC("sockops")
+int ztun_sockets(struct bpf_sock_ops *ctx)
+{
+	return sockets(ctx, true);
+}
+
+// ztun_sockets_old is the same for kernels without BTF, where the error of a socket cannot be read.
+SEC("sockops")
+int ztun_sockets_old(struct bpf_sock_ops *ctx)
+{
+	return sockets(ctx, false);
+}
+
+struct bpf_iter_meta {
+	struct seq_file *seq;
+} __attribute__((preserve_access_index));
+
+struct bpf_iter__tcp {
+	struct bpf_iter_meta *meta;
+	struct sock_common *sk_common;
+	unsigned int uid;
+} __attribute__((preserve_access_index));
+
+// ztun_enrol leaves the connections of a netns to the kernel. One that is only being opened is not one yet: its next SYN has
+// to be decided about.
+SEC("iter/tcp")
+int ztun_enrol(struct bpf_iter__tcp *ctx)
+{
+	struct sock_common *sk = ctx->sk_common;
+	struct tcp_sock *tp;
+	__u32 m;
+
+	if (!sk)
+		return 0;
+	switch (sk->skc_state) {
+	case BPF_TCP_ESTABLISHED:
+	case BPF_TCP_FIN_WAIT1:
+	case BPF_TCP_FIN_WAIT2:
+	case BPF_TCP_CLOSE_WAIT:
+	case BPF_TCP_LAST_ACK:
+	case BPF_TCP_CLOSING:
+		break;
+	default:
+		return 0;
+	}
+	tp = bpf_skc_to_tcp_sock(sk);
+	if (!tp)
+		return 0;
+	m = (tp->inet_conn.icsk_inet.sk.sk_mark & ~own_mask) | own_mark;
+	bpf_setsockopt(tp, SOL_SOCKET, SO_MARK, &m, sizeof(m));
+	return 0;
+}
+
+char _license[] SEC("license") = "Apache-2.0";

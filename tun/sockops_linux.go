@@ -1,0 +1,412 @@
+package tun
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+	"syscall"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
+	"github.com/cilium/ebpf/ringbuf"
+	"github.com/cilium/ebpf/rlimit"
+	"golang.org/x/sys/unix"
+)
+
+//go:generate go run github.com/cilium/ebpf/cmd/bpf2go -target bpfel,bpfeb -no-global-types steer bpf/steer.c -- -O2 -Wall -Werror -I/usr/include/x86_64-linux-gnu -I/usr/include/aarch64-linux-gnu
+
+// sockops steers by the mark of the application's socket, see bpf/steer.c.
+type sockops struct {
+	spec  *ebpf.CollectionSpec
+	marks Marks
+	maps  sockopsMaps
+	progs sockopsPrograms
+	enrol *ebpf.Program // nil where the kernel cannot: it takes BTF, and Linux 5.16
+	link  link.Link     // of the program of sockets to the root of cgroup v2
+}
+
+// The maps and programs that all netns share.
+type (
+	sockopsMaps struct {
+		Flows      *ebpf.Map `ebpf:"flows"`
+		Captured   *ebpf.Map `ebpf:"captured"`
+		HandedBack *ebpf.Map `ebpf:"handed_back"`
+		Ends       *ebpf.Map `ebpf:"ends"`
+		Lost       *ebpf.Map `ebpf:"lost"`
+	}
+	sockopsPrograms struct {
+		Ingress *ebpf.Program `ebpf:"ztun_ingress"`
+		Guard   *ebpf.Program `ebpf:"ztun_guard"`
+	}
+)
+
+// Programs and a map of one netns: they know its cookie.
+type sockopsNetnsObjects struct {
+	Device    *ebpf.Program `ebpf:"ztun_device"`
+	Lookup    *ebpf.Program `ebpf:"ztun_lookup"`
+	Listeners *ebpf.Map     `ebpf:"listeners"`
+}
+
+// A flowKey is the struct flow of bpf/steer.c.
+type flowKey struct {
+	Src, Dst         [16]byte
+	SrcPort, DstPort [2]byte // big endian
+	_                uint32
+	Netns            uint64
+}
+
+// A flowDecision is its struct decision.
+type flowDecision struct {
+	Way       uint32
+	Interface uint32
+	At        uint64 // CLOCK_MONOTONIC, in nanoseconds
+}
+
+// A flowEnd is its struct end.
+type flowEnd struct {
+	Flow           flowKey
+	Received, Sent uint64
+	Established    uint32
+	Errno          uint32
+}
+
+func keyOf(netns uint64, src, dst netip.AddrPort) flowKey {
+	k := flowKey{Src: src.Addr().As16(), Dst: dst.Addr().As16(), Netns: netns}
+	binary.BigEndian.PutUint16(k.SrcPort[:], src.Port())
+	binary.BigEndian.PutUint16(k.DstPort[:], dst.Port())
+	return k
+}
+
+func (k *flowKey) addrs() (src, dst netip.AddrPort) {
+	return netip.AddrPortFrom(netip.AddrFrom16(k.Src).Unmap(), binary.BigEndian.Uint16(k.SrcPort[:])),
+		netip.AddrPortFrom(netip.AddrFrom16(k.Dst).Unmap(), binary.BigEndian.Uint16(k.DstPort[:]))
+}
+
+func (e *flowEnd) ended() EndedFlow {
+	f := EndedFlow{Netns: e.Flow.Netns, Established: e.Established != 0, Received: e.Received, Sent: e.Sent}
+	f.Src, f.Dst = e.Flow.addrs()
+	if e.Errno != 0 {
+		f.Err = syscall.Errno(e.Errno)
+	}
+	return f
+}
+
+func newSockops(cfg *SteeringConfig) (_ backend, err error) {
+	// Kernels before 5.11 count programs and maps against RLIMIT_MEMLOCK; on others this does nothing.
+	if err := rlimit.RemoveMemlock(); err != nil {
+		return nil, fmt.Errorf("memlock limit: %w", err)
+	}
+	b := &sockops{marks: cfg.Marks}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, b.close())
+		}
+	}()
+	if b.spec, err = loadSteer(); err != nil {
+		return nil, err
+	}
+	v := b.spec.Variables
+	err = errors.Join(v["own_mark"].Set(cfg.Marks.Own), v["own_mask"].Set(cfg.Marks.OwnMask), v["deliver_mark"].Set(cfg.Marks.Deliver))
+	if err != nil {
+		return nil, err
+	}
+	spec := b.spec.Copy()
+	if err := spec.LoadAndAssign(&b.maps, nil); err != nil {
+		return nil, err
+	}
+	if err := spec.LoadAndAssign(&b.progs, nil); err != nil {
+		return nil, err
+	}
+	sockets, err := b.loadSockets(cfg.noBTF)
+	if err != nil {
+		return nil, err
+	}
+	defer sockets.Close() // the link holds it
+	if b.enrol, err = b.loadProgram("ztun_enrol"); err != nil {
+		cfg.Log.Warn("connections that are older than the capture of their pod will be reset", "reason", err)
+	}
+	cgroup, err := openRootCgroup()
+	if err != nil {
+		return nil, err
+	}
+	defer cgroup.Close()
+	b.link, err = link.AttachRawLink(link.RawLinkOptions{Target: int(cgroup.Fd()), Program: sockets, Attach: ebpf.AttachCGroupSockOps})
+	if err != nil {
+		return nil, fmt.Errorf("attach to the root of cgroup v2: %w", err)
+	}
+	return b, nil
+}
+
+// loadSockets loads the program of sockets. The one that can read the error of a socket needs the kernel's BTF.
+func (b *sockops) loadSockets(noBTF bool) (*ebpf.Program, error) {
+	if !noBTF {
+		if prog, err := b.loadProgram("ztun_sockets"); err == nil {
+			return prog, nil
+		}
+	}
+	return b.loadProgram("ztun_sockets_old")
+}
+
+// loadProgram loads one program with the shared maps.
+func (b *sockops) loadProgram(name string) (*ebpf.Program, error) {
+	spec := b.spec.Copy()
+	spec.Programs = map[string]*ebpf.ProgramSpec{name: spec.Programs[name]}
+	delete(spec.Maps, "listeners") // of each netns its own
+	coll, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: b.shared()})
+	if err != nil {
+		return nil, err
+	}
+	defer coll.Close()
+	return coll.DetachProgram(name), nil
+}
+
+// shared returns the maps that exist already, for further programs.
+func (b *sockops) shared() map[string]*ebpf.Map {
+	return map[string]*ebpf.Map{
+		"flows": b.maps.Flows, "captured": b.maps.Captured, "handed_back": b.maps.HandedBack, "ends": b.maps.Ends, "lost": b.maps.Lost,
+	}
+}
+
+func (b *sockops) name() string { return SteerBySockops }
+
+func (b *sockops) close() error {
+	var errs []error
+	if b.link != nil {
+		errs = append(errs, b.link.Close())
+	}
+	for _, c := range []io.Closer{
+		b.maps.Flows, b.maps.Captured, b.maps.HandedBack, b.maps.Ends, b.maps.Lost, b.progs.Ingress, b.progs.Guard, b.enrol,
+	} {
+		errs = append(errs, c.Close()) // nothing for those that are nil
+	}
+	return errors.Join(errs...)
+}
+
+func (b *sockops) mark(s *setup) error {
+	if err := s.attachToInterfaces(ingressFilter, b.progs.Ingress); err != nil {
+		return fmt.Errorf("ingress mark: %w", err)
+	}
+	s.markedBy = MarkedByBPF
+	return s.removeNFT()
+}
+
+func (b *sockops) guard(s *setup) error { return s.attachToInterfaces(guardFilter, b.progs.Guard) }
+
+// attachToInterfaces attaches a filter to all captured interfaces, or to none.
+func (s *setup) attachToInterfaces(f filter, prog *ebpf.Program) error {
+	var done undo
+	for _, i := range s.ifaces {
+		if err := s.attachFilter(f, i.Index, prog, &done); err != nil {
+			return errors.Join(err, done.run())
+		}
+	}
+	s.undo = append(s.undo, done...)
+	return nil
+}
+
+func (b *sockops) attach(s *setup) (_ netnsSteerer, err error) {
+	n := &sockopsNetns{b: b, cookie: s.cookie}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, n.close())
+		}
+	}()
+	spec := b.spec.Copy()
+	if err := spec.Variables["netns_cookie"].Set(s.cookie); err != nil {
+		return nil, err
+	}
+	var objects sockopsNetnsObjects
+	if err := spec.LoadAndAssign(&objects, &ebpf.CollectionOptions{MapReplacements: b.shared()}); err != nil {
+		return nil, err
+	}
+	defer objects.Device.Close() // the filter holds it
+	defer objects.Lookup.Close() // and the link this
+	n.socks = objects.Listeners
+	netns, err := unix.Open(threadNetns, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open %s: %w", threadNetns, err)
+	}
+	defer unix.Close(netns)
+	if n.link, err = link.AttachNetNs(netns, objects.Lookup); err != nil {
+		return nil, fmt.Errorf("attach the look-up of listeners: %w", err)
+	}
+	if err := b.maps.Captured.Put(s.cookie, uint32(1)); err != nil {
+		return nil, fmt.Errorf("note the netns: %w", err)
+	}
+	if err := s.attachFilter(deviceFilter, s.link.Attrs().Index, objects.Device, &s.undo); err != nil {
+		return nil, err
+	}
+	return n, nil
+}
+
+// enrolRunning leaves the connections that the netns has to the kernel.
+func (b *sockops) enrolRunning(s *setup) error {
+	if b.enrol == nil {
+		return nil
+	}
+	iter, err := link.AttachIter(link.IterOptions{Program: b.enrol})
+	if err != nil {
+		return fmt.Errorf("connections that are older: %w", err)
+	}
+	defer func() { _ = iter.Close() }()
+	r, err := iter.Open() // of the netns of this thread
+	if err != nil {
+		return fmt.Errorf("connections that are older: %w", err)
+	}
+	defer r.Close()
+	if _, err := io.Copy(io.Discard, r); err != nil {
+		return fmt.Errorf("connections that are older: %w", err)
+	}
+	return nil
+}
+
+// sockopsNetns is sockops in one netns.
+type sockopsNetns struct {
+	b      *sockops
+	cookie uint64
+	link   link.Link
+	socks  *ebpf.Map
+}
+
+func (n *sockopsNetns) listeners(v4, v6 int) error {
+	for i, fd := range []int{v4, v6} {
+		var err error
+		if fd >= 0 {
+			err = n.socks.Put(uint32(i), uint64(fd))
+		} else if err = n.socks.Delete(uint32(i)); errors.Is(err, ebpf.ErrKeyNotExist) || errors.Is(err, unix.EINVAL) {
+			err = nil
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (n *sockopsNetns) steer(src, dst netip.AddrPort, w Way, out int) error {
+	key := keyOf(n.cookie, src, dst)
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
+		return err
+	}
+	return n.b.maps.Flows.Put(&key, &flowDecision{Way: uint32(w), Interface: uint32(out), At: uint64(now.Nano())})
+}
+
+func (n *sockopsNetns) unsteer(src, dst netip.AddrPort) {
+	key := keyOf(n.cookie, src, dst)
+	_ = n.b.maps.Flows.Delete(&key) // it may be gone already
+}
+
+func (n *sockopsNetns) close() error {
+	var errs []error
+	if err := n.b.maps.Captured.Delete(n.cookie); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		errs = append(errs, err)
+	}
+	if n.link != nil {
+		errs = append(errs, n.link.Close())
+	}
+	return errors.Join(append(errs, n.socks.Close())...)
+}
+
+const (
+	// halfOpenFor is how long a decision stands: longer than the kernel repeats a SYN (127 s with tcp_syn_retries 6).
+	halfOpenFor = 130 * time.Second
+
+	// sweepEvery is how often older ones are looked for.
+	sweepEvery = 10 * time.Second
+)
+
+// run reads the ends from the kernel, and tells of flows that never came to be without anybody having said so.
+func (b *sockops) run(ctx context.Context, ended func(EndedFlow)) error {
+	r, err := ringbuf.NewReader(b.maps.Ends)
+	if err != nil {
+		return fmt.Errorf("ends of flows: %w", err)
+	}
+	defer func() { _ = r.Close() }()
+	stop, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	if err != nil {
+		return fmt.Errorf("ends of flows: eventfd: %w", err)
+	}
+	defer unix.Close(stop)
+	r.SetDeadline(time.Unix(1, 0)) // it does not wait: the poll below does
+	stopped := make(chan struct{})
+	cancel := context.AfterFunc(ctx, func() {
+		_, _ = unix.Write(stop, []byte{1, 0, 0, 0, 0, 0, 0, 0})
+		close(stopped)
+	})
+	defer func() {
+		if !cancel() {
+			<-stopped // it has the descriptor
+		}
+	}()
+	var record ringbuf.Record
+	var end flowEnd
+	for {
+		waited, err := unix.Poll([]unix.PollFd{
+			{Fd: int32(b.maps.Ends.FD()), Events: unix.POLLIN}, {Fd: int32(stop), Events: unix.POLLIN},
+		}, int(sweepEvery.Milliseconds()))
+		if err != nil && !errors.Is(err, unix.EINTR) {
+			return fmt.Errorf("ends of flows: poll: %w", err)
+		}
+		for {
+			if err := r.ReadInto(&record); errors.Is(err, os.ErrDeadlineExceeded) {
+				break
+			} else if err != nil {
+				return fmt.Errorf("ends of flows: %w", err)
+			}
+			if _, err := binary.Decode(record.RawSample, binary.NativeEndian, &end); err != nil {
+				return fmt.Errorf("ends of flows: record of %d bytes: %w", len(record.RawSample), err)
+			}
+			ended(end.ended())
+		}
+		if ctx.Err() != nil {
+			return nil
+		}
+		if waited == 0 {
+			if err := b.sweep(ended); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// sweep forgets decisions that nobody has come for.
+func (b *sockops) sweep(ended func(EndedFlow)) error {
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
+		return err
+	}
+	var key flowKey
+	var d flowDecision
+	var old []flowKey
+	all := b.maps.Flows.Iterate()
+	for all.Next(&key, &d) {
+		if int64(d.At)+halfOpenFor.Nanoseconds() < now.Nano() {
+			old = append(old, key)
+		}
+	}
+	if err := all.Err(); err != nil && !errors.Is(err, ebpf.ErrIterationAborted) { // changed too much meanwhile: next time
+		return fmt.Errorf("decisions: %w", err)
+	}
+	for i := range old {
+		if err := b.maps.Flows.LookupAndDelete(&old[i], &d); err != nil {
+			continue // it has come meanwhile
+		}
+		if w := Way(d.Way); w == ToNetwork || w == ToApplication {
+			src, dst := old[i].addrs()
+			ended(EndedFlow{Netns: old[i].Netns, Src: src, Dst: dst, Err: unix.ETIMEDOUT})
+		}
+	}
+	return nil
+}
+
+func (b *sockops) lost() uint64 {
+	var n uint64
+	_ = b.maps.Lost.Lookup(uint32(0), &n) // an array has all its elements
+	return n
+}

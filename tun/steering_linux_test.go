@@ -1,0 +1,220 @@
+package tun
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"sync"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+	"golang.org/x/sys/unix"
+)
+
+// A steeredLab is a lab whose pod is captured with a Steering.
+type steeredLab struct {
+	*lab
+	k        *Kernel
+	steering *Steering
+	agent    *agent
+	stop     func()      // the agent
+	accepts  map[int]int // descriptors of the agent's listeners, by family
+
+	mu    sync.Mutex // guards below
+	ended []EndedFlow
+}
+
+// newSteeredLab makes one; decide may not be called before it has returned.
+func newSteeredLab(t *testing.T, mode string, decide func(src, dst netip.AddrPort) Way) *steeredLab {
+	t.Helper()
+	l := &steeredLab{lab: newLab(t, true)}
+	l.steering = newSteering(t, mode, func(e EndedFlow) {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.ended = append(l.ended, e)
+	})
+	cfg := testConfig(l.pod)
+	cfg.Steering = l.steering
+	l.capture(t, cfg, decide)
+	return l
+}
+
+func (l *steeredLab) capture(t *testing.T, cfg Config, decide func(src, dst netip.AddrPort) Way) {
+	t.Helper()
+	l.k = open(t, cfg)
+	l.accepts = map[int]int{
+		unix.AF_INET: listenTransparent(t, l.pod, listener4), unix.AF_INET6: listenTransparent(t, l.pod, listener6),
+	}
+	must(t, l.k.SteerListeners(l.accepts[unix.AF_INET], l.accepts[unix.AF_INET6]))
+	l.agent, l.stop = startAgent(t, l.k, decide)
+}
+
+// newSteering makes a Steering that runs until the test ends.
+func newSteering(t *testing.T, mode string, ended func(EndedFlow)) *Steering {
+	t.Helper()
+	needPrivilege(t)
+	s, err := NewSteering(SteeringConfig{Mode: mode, Marks: testConfig(nil).Marks, Ended: ended})
+	must(t, err)
+	run(t, s)
+	return s
+}
+
+func run(t *testing.T, s *Steering) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error)
+	go func() { done <- s.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("Run: %v", err)
+		}
+		if err := s.Close(); err != nil {
+			t.Errorf("Close: %v", err)
+		}
+	})
+}
+
+// wantOnlySYNs checks that the device had so many SYNs and no other TCP.
+func (l *steeredLab) wantOnlySYNs(t *testing.T, n int64) {
+	t.Helper()
+	if syns, other := l.agent.syns.Load(), l.agent.other.Load(); syns != n || other != 0 {
+		t.Errorf("device: %d SYNs and %d other TCP packets, want %d and 0", syns, other, n)
+	}
+}
+
+// wantEnded waits for the end of flows and checks them.
+func (l *steeredLab) wantEnded(t *testing.T, want ...EndedFlow) {
+	t.Helper()
+	waitFor(t, fmt.Sprintf("%d ends", len(want)), func() bool {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return len(l.ended) >= len(want)
+	})
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if diff := cmp.Diff(want, l.ended, cmpopts.EquateComparable(netip.AddrPort{})); diff != "" {
+		t.Errorf("ended (-want +got):\n%s", diff)
+	}
+	l.ended = nil
+}
+
+func always(w Way) func(src, dst netip.AddrPort) Way {
+	return func(src, dst netip.AddrPort) Way { return w }
+}
+
+// eachFamily runs f for the pod's and the remote's address of IPv4 and of IPv6.
+func eachFamily(t *testing.T, f func(t *testing.T, pod, remote netip.Addr)) {
+	for name, a := range map[string][2]netip.Addr{"IPv4": {pod4, remote4}, "IPv6": {pod6, remote6}} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			f(t, a[0], a[1])
+		})
+	}
+}
+
+func localOf(t *testing.T, fd int) netip.AddrPort {
+	t.Helper()
+	sa, err := unix.Getsockname(fd)
+	must(t, err)
+	return addrPortOf(sa)
+}
+
+func TestNetnsSteerToNetwork(t *testing.T) {
+	t.Parallel()
+	eachFamily(t, func(t *testing.T, _, remote netip.Addr) {
+		l := newSteeredLab(t, SteerBySockops, always(ToNetwork))
+		to := netip.AddrPortFrom(remote, 8080)
+		server := listenerOf(t, l.remote, to, 0)
+		d := startDial(t, l.pod, netip.AddrPort{}, to, nil)
+		if err := d.wait(t, 3000); err != nil {
+			t.Fatalf("connect to %s: %v", to, err)
+		}
+		c, peer := accept(t, server)
+		if peer != localOf(t, d.fd) {
+			t.Errorf("server sees %s, want the application's %s", peer, localOf(t, d.fd))
+		}
+		send(t, d.fd, c, "hello")
+		send(t, c, d.fd, "hello you")
+		if m := markOf(t, d.fd); m != testOwn {
+			t.Errorf("mark of the application's socket %#x, want %#x", m, testOwn)
+		}
+		must(t, unix.Shutdown(d.fd, unix.SHUT_WR))
+		must(t, unix.Shutdown(c, unix.SHUT_WR))
+		l.wantEnded(t, EndedFlow{Netns: l.k.Cookie(), Src: peer, Dst: to, Established: true, Received: 5, Sent: 9})
+		l.wantOnlySYNs(t, 1)
+	})
+}
+
+func TestNetnsSteerToListener(t *testing.T) {
+	t.Parallel()
+	eachFamily(t, func(t *testing.T, _, remote netip.Addr) {
+		l := newSteeredLab(t, SteerBySockops, always(ToListener))
+		to := netip.AddrPortFrom(remote, 8080)
+		d := startDial(t, l.pod, netip.AddrPort{}, to, nil)
+		c, peer := accept(t, l.accepts[familyOf(remote)])
+		if err := d.wait(t, 3000); err != nil {
+			t.Fatalf("connect to %s: %v", to, err)
+		}
+		if peer != localOf(t, d.fd) || localOf(t, c) != to {
+			t.Errorf("accepted %s from %s, want %s from %s", localOf(t, c), peer, to, localOf(t, d.fd))
+		}
+		send(t, d.fd, c, "hello")
+		send(t, c, d.fd, "hello you")
+		if m := markOf(t, d.fd); m != testDeliver {
+			t.Errorf("mark of the application's socket %#x, want %#x", m, testDeliver)
+		}
+		must(t, unix.Shutdown(d.fd, unix.SHUT_WR))
+		must(t, unix.Shutdown(c, unix.SHUT_WR))
+		l.wantOnlySYNs(t, 1)
+		l.wantEnded(t)
+	})
+}
+
+func TestNetnsSteerToApplication(t *testing.T) {
+	t.Parallel()
+	eachFamily(t, func(t *testing.T, pod, _ netip.Addr) {
+		l := newSteeredLab(t, SteerBySockops, always(ToApplication))
+		to := netip.AddrPortFrom(pod, 8080)
+		app := listenerOf(t, l.pod, to, 0)
+		d := startDial(t, l.remote, netip.AddrPort{}, to, nil)
+		if err := d.wait(t, 3000); err != nil {
+			t.Fatalf("connect to %s: %v", to, err)
+		}
+		c, peer := accept(t, app)
+		if peer != localOf(t, d.fd) {
+			t.Errorf("application sees %s, want %s", peer, localOf(t, d.fd))
+		}
+		send(t, d.fd, c, "hello")
+		send(t, c, d.fd, "hello you")
+		if m := markOf(t, c); m != testOwn {
+			t.Errorf("mark of the application's socket %#x, want %#x", m, testOwn)
+		}
+		must(t, unix.Shutdown(d.fd, unix.SHUT_WR))
+		must(t, unix.Shutdown(c, unix.SHUT_WR))
+		l.wantEnded(t, EndedFlow{Netns: l.k.Cookie(), Src: peer, Dst: to, Established: true, Received: 5, Sent: 9})
+		l.wantOnlySYNs(t, 1)
+	})
+}
+
+func TestNetnsSteerToListenerInbound(t *testing.T) {
+	t.Parallel()
+	eachFamily(t, func(t *testing.T, pod, _ netip.Addr) {
+		l := newSteeredLab(t, SteerBySockops, always(ToListenerInbound))
+		to := netip.AddrPortFrom(pod, 8080)
+		listenerOf(t, l.pod, to, 0) // the application's, which gets nothing
+		d := startDial(t, l.remote, netip.AddrPort{}, to, nil)
+		c, peer := accept(t, l.accepts[familyOf(pod)])
+		if err := d.wait(t, 3000); err != nil {
+			t.Fatalf("connect to %s: %v", to, err)
+		}
+		if peer != localOf(t, d.fd) || localOf(t, c) != to {
+			t.Errorf("accepted %s from %s, want %s from %s", localOf(t, c), peer, to, localOf(t, d.fd))
+		}
+		send(t, d.fd, c, "hello")
+		send(t, c, d.fd, "hello you")
+		l.wantOnlySYNs(t, 1)
+		l.wantEnded(t)
+	})
+}
