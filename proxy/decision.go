@@ -128,7 +128,7 @@ type Query struct {
 // is addressed to a service goes through the service's waypoint, if it has one, what is addressed to a workload through the
 // workload's; the source's own waypoint plays no part.
 func Classify(s *workload.Snapshot, q *Query) Decision {
-	if q.Target.Addr().IsLoopback() && illegalPort(q.Target.Port()) {
+	if illegalPort(q.Target.Port()) && (q.Target.Addr().IsLoopback() || slices.Contains(q.Source.Addresses, q.Target.Addr())) {
 		return refuse(errSelfCall)
 	}
 	if v := s.ServiceAt(q.Network, q.Target.Addr(), q.Source.Namespace); v != nil {

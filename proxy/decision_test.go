@@ -156,6 +156,7 @@ func TestClassify(t *testing.T) {
 		{46, func(m *mesh) { m.server.Status = workload.Unhealthy; m.web.LoadBalancer.Health = workload.AllowAll }, "10.96.0.10:80", direct},
 		{51, func(m *mesh) { m.server.Addresses = nil }, "10.96.0.10:80", "refused: no healthy upstream: 10.96.0.10:80"},
 		{61, nil, "127.0.0.1:15001", "refused: attempted recursive call to ourselves"},
+		{61, nil, "10.244.0.5:15008", "refused: attempted recursive call to ourselves"},
 	}
 	for _, tt := range tests {
 		t.Run(fmt.Sprintf("DP-%d", tt.id), func(t *testing.T) {

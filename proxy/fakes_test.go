@@ -45,7 +45,7 @@ func newBench(t *testing.T, m *mesh) *bench {
 	b.store.Replace(m.state())
 	var err error
 	b.records, err = telemetry.NewRecorder(telemetry.Config{
-		Now: b.Group().Now, Access: b.log, Log: slog.New(slog.DiscardHandler), Classify: ClassifyError, Fields: []string{"response_flags", "policy"}, Registerer: b.metrics,
+		Now: b.Group().Now, Access: b.log, Log: slog.New(slog.DiscardHandler), Classify: ClassifyError, ErrorText: ErrorText, Fields: []string{"response_flags", "policy"}, Registerer: b.metrics,
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -161,7 +161,7 @@ func (p *Proxy) admit(ctx context.Context, c *connection, connect func(context.C
 	app, err := connect(ctx)
 	c.Took(telemetry.StepConnect, p.cfg.Group.Now().Sub(start))
 	if err != nil {
-		return nil, fmt.Errorf("connection failed: %w", err)
+		return nil, &connectError{err}
 	}
 	return app, nil
 }
@@ -211,7 +211,7 @@ func (p *Proxy) ServeConnect(ctx context.Context, r *hbone.Request) {
 		if rej, ok := errors.AsType[*rejection](err); ok {
 			status = rej.status
 		}
-		r.Reject(status, err.Error())
+		r.Reject(status, ErrorText(err))
 	}
 	self, state, err := p.self(ctx)
 	if err != nil {
@@ -248,7 +248,7 @@ func (p *Proxy) ServeConnect(ctx context.Context, r *hbone.Request) {
 		if _, ok := errors.AsType[*PolicyError](err); ok {
 			status = http.StatusUnauthorized
 		}
-		r.Reject(status, err.Error())
+		r.Reject(status, ErrorText(err))
 		conn.Finish(err)
 		return
 	}

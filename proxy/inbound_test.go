@@ -122,7 +122,7 @@ func TestInboundHBONE(t *testing.T) {
 		{"DP-89 no port at all", func(m *mesh) { m.web.Ports[80] = 0 }, nil, "web.default.svc.cluster.local:80", "", 503, "cannot resolve port"},
 		{"DP-90 unknown name", nil, nil, "nope.example.com:80", "", 503, "no service or workload for hostname: nope.example.com"},
 		{"DP-91 a port of the proxy", nil, nil, "10.244.0.5:15006", "", 503, "attempted recursive call to ourselves"},
-		{"DP-92 closed port", nil, syscall.ECONNREFUSED, "10.244.0.5:8080", "deliver from 10.244.9.9 to 10.244.0.5:8080", 503, `error="connection failed: connection refused" response_flags="CONNECT"`},
+		{"DP-92 closed port", nil, syscall.ECONNREFUSED, "10.244.0.5:8080", "deliver from 10.244.9.9 to 10.244.0.5:8080", 503, `error="connection failed: Connection refused (os error 111)" response_flags="CONNECT"`},
 		{"DP-93 denied", func(m *mesh) { m.more.Policies = []*workload.Policy{only("cluster.local/ns/default/sa/other")} }, nil, "10.244.0.5:8080", "", 401, `error="connection closed due to policy rejection: allow policies exist, but none allowed" response_flags="DENY"`},
 		{"allowed by its identity", func(m *mesh) { m.more.Policies = []*workload.Policy{only(somebody.Principal())} }, nil, "10.244.0.5:8080", "deliver from 10.244.9.9 to 10.244.0.5:8080", 200, ""},
 	}

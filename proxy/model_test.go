@@ -22,7 +22,8 @@ type model struct {
 
 func (m *model) outcomes() []string {
 	q := m.q
-	if q.Target.Addr().IsLoopback() && illegalPort(q.Target.Port()) {
+	own := append(addrs("127.0.0.1", "::1"), q.Source.Addresses...)
+	if illegalPort(q.Target.Port()) && slices.Contains(own, q.Target.Addr()) {
 		return []string{"refused"}
 	}
 	if v := m.serviceAt(q.Network, q.Target.Addr()); v != nil {

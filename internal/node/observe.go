@@ -27,7 +27,7 @@ func (n *Node) observe(o Options) (err error) {
 	}
 	n.records, err = telemetry.NewRecorder(telemetry.Config{
 		Now: time.Now, Access: o.Stdout, JSON: n.cfg.LogFormat == telemetry.JSON, Levels: n.levels, Log: n.log, Registerer: n.registry,
-		Store: &n.store, DropLabels: n.cfg.MetricsDropLabels, Fields: n.cfg.AccessLogFields, Classify: proxy.ClassifyError,
+		Store: &n.store, DropLabels: n.cfg.MetricsDropLabels, Fields: n.cfg.AccessLogFields, Classify: proxy.ClassifyError, ErrorText: proxy.ErrorText,
 	})
 	if err != nil {
 		return err

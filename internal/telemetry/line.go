@@ -173,7 +173,7 @@ func (r *Recorder) line(c *Conn, level, message string, err error, ended bool) [
 		w.str("duration", strconv.FormatInt(now.Sub(c.Start).Milliseconds(), 10)+"ms")
 	}
 	if err != nil {
-		w.str("error", cut(err.Error(), maxError))
+		w.str("error", cut(r.cfg.ErrorText(err), maxError))
 	}
 	if c.Suppressed > 0 {
 		w.num("suppressed", c.Suppressed)

@@ -28,6 +28,7 @@ type Config struct {
 	Registerer prometheus.Registerer          // of the traffic metrics; nil: none
 	DropLabels []string                       // labels of the traffic metrics that are left out, of DroppableLabels
 	Classify   func(err error) (Flag, Reason) // how an error counts; nil: errors have a method Telemetry, or are FlagConnect and ReasonOther
+	ErrorText  func(err error) string         // what lines say of an error; nil: its own text
 	Store      *workload.Store                // which workloads there are: series of others end; nil: none ends
 
 	MaxSeries  int //  sets of labels of the traffic metrics: 10 000; above it connections count in sets whose names are all other
@@ -57,6 +58,9 @@ func NewRecorder(cfg Config) (*Recorder, error) {
 	}
 	if cfg.MaxSeries == 0 {
 		cfg.MaxSeries = 10_000
+	}
+	if cfg.ErrorText == nil {
+		cfg.ErrorText = error.Error
 	}
 	if cfg.Classify == nil {
 		cfg.Classify = classify
