@@ -52,6 +52,24 @@ func BenchmarkPick(b *testing.B) {
 	}
 }
 
+// BenchmarkPickAlone is the choice among so many endpoints, without the rest of the decision.
+func BenchmarkPickAlone(b *testing.B) {
+	for _, n := range []int{1, 10, 100, 1000, 10_000, 100_000} {
+		st := bigMesh(n, n)
+		s := workload.NewSnapshot(st)
+		b.Run(fmt.Sprintf("endpoints=%d", n), func(b *testing.B) {
+			q := Query{Source: st.Workloads[0], Tables: new(Tables)}
+			b.ReportAllocs()
+			for b.Loop() {
+				q.Rand++
+				if _, ok := pick(s, &q, st.Services[0], 80, false); !ok {
+					b.Fatal("no endpoint")
+				}
+			}
+		})
+	}
+}
+
 // bigMesh has n workloads and a service for each so many of them.
 func bigMesh(n, perService int) (st workload.State) {
 	for i := range n {

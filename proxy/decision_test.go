@@ -2,7 +2,10 @@ package proxy
 
 import (
 	"fmt"
+	"maps"
 	"net/netip"
+	"slices"
+	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -189,6 +192,20 @@ func TestAcceptedIdentities(t *testing.T) {
 	if len(m.web.SubjectAltNames) != 1 {
 		t.Error("Accept changed the service")
 	}
+	t.Run("DP-14 DP-16 of a waypoint", func(t *testing.T) {
+		other := workload.Identity{TrustDomain: "cluster.local", Namespace: "default", ServiceAccount: "wp-of-before"}
+		m.gateway.SubjectAltNames = []workload.Identity{other}
+		m.server.Waypoint, m.web.Waypoint = byName(m.gateway.Hostname), byName(m.gateway.Hostname)
+		for _, target := range []string{"10.244.1.7:8080", "10.96.0.10:80"} {
+			d := Classify(m.snapshot(), &Query{Source: m.client, From: m.client.Addresses[0], Target: netip.MustParseAddrPort(target)})
+			if diff := cmp.Diff([]workload.Identity{other, m.wp.Identity()}, d.Accept()); diff != "" {
+				t.Errorf("%s (-want +got):\n%s", target, diff)
+			}
+			if d.Destination != m.wp || (d.Service == m.web) != (target == "10.96.0.10:80") {
+				t.Errorf("%s: destination %v, service %v", target, d.Destination.Name, d.Service)
+			}
+		}
+	})
 }
 
 func TestPickFollowsRankAndCapacity(t *testing.T) {
@@ -238,7 +255,84 @@ func TestPickFollowsRankAndCapacity(t *testing.T) {
 	}
 }
 
+// seen are the endpoints that a service picks in many flows, by name.
+func seen(source *workload.Workload, v *workload.Service, endpoints []*workload.Workload) string {
+	for _, w := range endpoints {
+		w.Services[v.Key()] = nil
+	}
+	s := workload.NewSnapshot(workload.State{Workloads: endpoints, Services: []*workload.Service{v}})
+	got := make(map[string]bool)
+	for i := range uint64(200) {
+		if e, ok := pick(s, &Query{Source: source, Rand: mix(i)}, v, 80, false); ok {
+			got[e.workload.Name] = true
+		}
+		tables := new(Tables)
+		if e, ok := pick(s, &Query{Source: source, Rand: mix(i), Tables: tables}, v, 80, false); ok {
+			got[e.workload.Name] = true
+		}
+	}
+	return strings.Join(slices.Sorted(maps.Keys(got)), " ")
+}
+
+// Which endpoints come into question, for sources that are nearer or farther.
+func TestPreferencesByPlace(t *testing.T) {
+	in := func(name, network, region, zone string) *workload.Workload {
+		w := pod0(name, "10.0.0.1")
+		w.Network, w.Locality = network, workload.Locality{Region: region, Zone: zone}
+		w.NetworkGateway = byIP("10.0.0.9")
+		return w
+	}
+	endpoints := func() []*workload.Workload {
+		return []*workload.Workload{in("full", "", "r", "z"), in("region", "", "r", "other"), in("none", "", "", ""), in("far", "net2", "r", "z")}
+	}
+	tests := []struct {
+		name   string
+		mode   workload.LBMode
+		source *workload.Workload
+		want   string
+	}{
+		{"DP-49 CP-72 network, region and zone", workload.LBFailover, in("c", "", "r", "z"), "full"},
+		{"DP-49 CP-72 network and region", workload.LBFailover, in("c", "", "r", "x"), "full region"},
+		{"DP-49 CP-72 network", workload.LBFailover, in("c", "", "x", "x"), "full none region"},
+		{"DP-49 CP-72 region and zone of another network", workload.LBFailover, in("c", "net3", "r", "z"), "far full"},
+		{"DP-50 CP-72 nothing", workload.LBFailover, in("c", "net3", "x", "x"), "far full none region"},
+		{"DP-48 CP-73 strict, all", workload.LBStrict, in("c", "", "r", "z"), "full"},
+		{"DP-48 CP-73 strict, not the zone", workload.LBStrict, in("c", "", "r", "x"), ""},
+		{"DP-47 CP-73 strict, a source without a place and none such endpoint", workload.LBStrict, in("c", "net3", "", ""), ""},
+		{"no mode: preferences do not count", workload.LBStandard, in("c", "", "r", "z"), "far full none region"},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			v := &workload.Service{Namespace: "default", Hostname: webKey.Hostname, Ports: workload.PortMap{80: 8080}, LoadBalancer: workload.LoadBalancer{
+				Mode: tt.mode, Preferences: []workload.Scope{workload.ScopeNetwork, workload.ScopeRegion, workload.ScopeZone},
+			}}
+			if got := seen(tt.source, v, endpoints()); got != tt.want {
+				t.Errorf("picked %q, want %q", got, tt.want)
+			}
+		})
+	}
+	t.Run("CP-74", func(t *testing.T) {
+		v := &workload.Service{Namespace: "default", Hostname: webKey.Hostname, Ports: workload.PortMap{80: 8080}, LoadBalancer: workload.LoadBalancer{
+			Mode: workload.LBStrict, Preferences: []workload.Scope{workload.ScopeNode},
+		}}
+		here, there := pod0("here", "10.0.0.1"), pod0("there", "10.0.0.2")
+		there.Node = "n2"
+		source := pod0("c", "10.0.0.3")
+		if got := seen(source, v, []*workload.Workload{here, there}); got != "here" {
+			t.Errorf("on the node: %q, want here", got)
+		}
+		source.Node = "n3"
+		if got := seen(source, v, []*workload.Workload{here, there}); got != "" {
+			t.Errorf("on a node without an endpoint: %q, want none", got)
+		}
+	})
+}
+
 func TestPickWeighsByCapacity(t *testing.T) {
+	t.Run("DP-52", testPickWeighsByCapacity)
+}
+
+func testPickWeighsByCapacity(t *testing.T) {
 	a, b := pod0("a", "10.0.0.1"), pod0("b", "10.0.0.2")
 	a.Capacity, b.Capacity = 1, 3
 	a.Services[webKey], b.Services[webKey] = nil, nil
@@ -251,7 +345,7 @@ func TestPickWeighsByCapacity(t *testing.T) {
 		}
 	}
 	if n < 2800 || n > 3200 {
-		t.Errorf("DP-52: the endpoint with three quarters of the capacity got %d of 4000 flows, want about 3000", n)
+		t.Errorf("the endpoint with three quarters of the capacity got %d of 4000 flows, want about 3000", n)
 	}
 }
 
@@ -262,6 +356,38 @@ func TestClassifyDoesNotAllocate(t *testing.T) {
 		q := &Query{Source: m.client, From: m.client.Addresses[0], Target: netip.MustParseAddrPort(target)}
 		if n := testing.AllocsPerRun(100, func() { Classify(s, q) }); n != 0 {
 			t.Errorf("Classify(%s) allocates %v times, want 0", target, n)
+		}
+	}
+	for _, n := range []int{100, 10_000, 100_000} {
+		if n > 10_000 && testing.Short() {
+			break
+		}
+		st := bigMesh(n, 10)
+		source, far := st.Workloads[0], st.Services[1]
+		far.Waypoint = &workload.GatewayAddress{Address: workload.NetworkAddr{Addr: st.Workloads[5].Addresses[0]}, Port: 15008}
+		st.Services[2].WeightedWaypoints = []workload.WeightedWaypoint{{Destination: *far.Waypoint, Weight: 1}, {Destination: *far.Waypoint, Weight: 2}}
+		st.Services[3].CIDRVIPs = []workload.NetworkPrefix{{Prefix: netip.MustParsePrefix("198.51.100.0/24")}}
+		for i := range 10 {
+			w := st.Workloads[40+i]
+			w.Network, w.NetworkGateway = "net2", far.Waypoint
+		}
+		s := workload.NewSnapshot(st)
+		tables := new(Tables)
+		to := func(v *workload.Service) netip.AddrPort { return netip.AddrPortFrom(v.VIPs[0].Addr, 80) }
+		for name, target := range map[string]netip.AddrPort{
+			"a service": to(st.Services[0]), "a service behind a waypoint": to(far), "waypoints by weight": to(st.Services[2]), "another network": to(st.Services[4]),
+			"a block of addresses": netip.MustParseAddrPort("198.51.100.7:80"), "a workload": netip.AddrPortFrom(st.Workloads[n/2].Addresses[0], 80), "unknown": netip.MustParseAddrPort("192.0.2.1:443"),
+		} {
+			q := &Query{Source: source, From: source.Addresses[0], Target: target, Tables: tables}
+			allocs := testing.AllocsPerRun(100, func() {
+				q.Rand++
+				if d := Classify(s, q); d.Route == Refuse {
+					t.Fatalf("%s: %v", name, d.Err)
+				}
+			})
+			if allocs != 0 {
+				t.Errorf("%d workloads, to %s: %v allocations, want 0", n, name, allocs)
+			}
 		}
 	}
 }

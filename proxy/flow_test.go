@@ -378,6 +378,10 @@ func TestTunnelThatGoesResetsItsFlows(t *testing.T) {
 }
 
 func TestLocalWorkloadIsWaitedFor(t *testing.T) {
+	t.Run("DP-62", testLocalWorkloadIsWaitedFor)
+}
+
+func testLocalWorkloadIsWaitedFor(t *testing.T) {
 	m := newMesh()
 	b := newBench(t, m)
 	state := m.state()
@@ -388,7 +392,7 @@ func TestLocalWorkloadIsWaitedFor(t *testing.T) {
 	b.store.Replace(state)
 	b.Settle()
 	if req.answer != "accepted" {
-		t.Errorf("DP-62: once the workload is known: %q, want accepted", req.answer)
+		t.Errorf("once the workload is known: %q, want accepted", req.answer)
 	}
 	req.app.Reset()
 	b.store.Replace(workload.State{})
@@ -396,7 +400,7 @@ func TestLocalWorkloadIsWaitedFor(t *testing.T) {
 	b.Advance(6 * time.Second)
 	b.Settle()
 	if late.answer != "RST" || !strings.Contains(b.lines(t), "failed to fetch information about local workload: client.default (client)") {
-		t.Errorf("DP-62: never known: answer %q", late.answer)
+		t.Errorf("never known: answer %q", late.answer)
 	}
 }
 

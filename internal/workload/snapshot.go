@@ -24,19 +24,21 @@ type Snapshot struct {
 	hosts     map[ServiceKey]*Workload  // by namespace and hostname
 	locals    map[localKey][]*Workload  // by uid
 	services  map[ServiceKey]*Service
-	vips      map[NetworkAddr][]*Service // by rank: canonical first, then by key
-	cidrs     []cidrVIP                  // most specific first
-	names     map[string][]*Service      // by hostname; by rank, as vips
-	endpoints map[ServiceKey][]Endpoint  // by uid of the workload
+	vips      map[NetworkAddr][]*Service   // by rank: canonical first, then by key
+	cidrs     map[NetworkPrefix][]*Service // by rank, as vips
+	lengths   []prefixLength               // of cidrs, most specific first
+	names     map[string][]*Service        // by hostname; by rank, as vips
+	endpoints map[ServiceKey][]Endpoint    // by uid of the workload
 	policies  map[string]*Policy
 	byScope   map[string][]*Policy // namespace, or "" for global ones; by key
 }
 
 type localKey struct{ name, namespace, serviceAccount string }
 
-type cidrVIP struct {
-	NetworkPrefix
-	service *Service
+// A prefixLength is one that blocks of addresses have, of a family.
+type prefixLength struct {
+	bits int
+	is4  bool
 }
 
 // An Endpoint is a workload that serves a service.
@@ -55,6 +57,7 @@ func NewSnapshot(st State) *Snapshot {
 		services:  make(map[ServiceKey]*Service, len(st.Services)),
 		vips:      make(map[NetworkAddr][]*Service, len(st.Services)),
 		names:     make(map[string][]*Service, len(st.Services)),
+		cidrs:     make(map[NetworkPrefix][]*Service),
 		endpoints: make(map[ServiceKey][]Endpoint, len(st.Services)),
 		policies:  make(map[string]*Policy, len(st.Policies)),
 		byScope:   make(map[string][]*Policy),
@@ -91,9 +94,13 @@ func NewSnapshot(st State) *Snapshot {
 	for _, list := range s.names {
 		slices.SortFunc(list, rankServices)
 	}
-	slices.SortFunc(s.cidrs, func(a, b cidrVIP) int {
-		return cmp.Or(cmp.Compare(b.Prefix.Bits(), a.Prefix.Bits()), rankServices(a.service, b.service))
-	})
+	for p, list := range s.cidrs {
+		slices.SortFunc(list, rankServices)
+		if l := (prefixLength{p.Prefix.Bits(), p.Prefix.Addr().Is4()}); !slices.Contains(s.lengths, l) {
+			s.lengths = append(s.lengths, l)
+		}
+	}
+	slices.SortFunc(s.lengths, func(a, b prefixLength) int { return cmp.Compare(b.bits, a.bits) })
 	return s
 }
 
@@ -148,7 +155,9 @@ func (s *Snapshot) addService(v *Service) {
 		s.vips[a] = append(s.vips[a], v)
 	}
 	for _, p := range v.CIDRVIPs {
-		s.cidrs = append(s.cidrs, cidrVIP{p, v})
+		if !slices.Contains(s.cidrs[p], v) {
+			s.cidrs[p] = append(s.cidrs[p], v)
+		}
 	}
 	s.names[v.Hostname] = append(s.names[v.Hostname], v)
 }
@@ -258,16 +267,21 @@ func (s *Snapshot) ServiceAt(network string, a netip.Addr, namespace string) *Se
 		return v
 	}
 	var best *Service
-	bits := -1
-	for _, c := range s.cidrs {
-		if c.Network != network || !c.Prefix.Contains(a) || !c.service.VisibleTo(namespace) {
+	for _, l := range s.lengths {
+		if l.is4 != a.Is4() {
 			continue
 		}
-		if c.service.Namespace == namespace {
-			return c.service
+		p, err := a.Prefix(l.bits)
+		if err != nil {
+			continue
 		}
-		if c.Prefix.Bits() > bits {
-			best, bits = c.service, c.Prefix.Bits()
+		v := choose(s.cidrs[NetworkPrefix{network, p}], namespace)
+		switch {
+		case v == nil:
+		case v.Namespace == namespace:
+			return v
+		case best == nil:
+			best = v
 		}
 	}
 	return best
