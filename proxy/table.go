@@ -1,7 +1,7 @@
 package proxy
 
 import (
-	"sort"
+	"math/bits"
 	"sync"
 
 	"ztun.dev/ztun/internal/workload"
@@ -21,10 +21,18 @@ type tableKey struct {
 	waypoint bool
 }
 
-// A table is the best ranked candidates, and their capacities added up.
+// A table is the best ranked candidates, to choose among them by capacity in a time that does not depend on their number (the alias method;
+// Vose: "A linear algorithm for generating random numbers with a given distribution", 1991).
 type table struct {
-	endpoints []endpoint
-	sums      []uint64
+	columns []column // one for each candidate, all of the same height
+	height  uint64
+}
+
+// A column belongs to two candidates: up to own to the first, above it to the one of another column.
+type column struct {
+	endpoint
+	own   uint64
+	above int32
 }
 
 // noTable is that of a port that the service does not have: a scan of all ports leaves nothing behind.
@@ -41,18 +49,7 @@ func (t *Tables) of(s *workload.Snapshot, q *Query, k tableKey) *table {
 	if got != nil {
 		return got
 	}
-	got = new(table)
-	best, sum := 0, uint64(0)
-	eachCandidate(s, q, k, func(e endpoint, rank int) {
-		switch {
-		case sum > 0 && rank < best:
-			return
-		case rank > best || sum == 0:
-			best, sum, *got = rank, 0, table{}
-		}
-		sum += uint64(e.workload.Capacity)
-		got.endpoints, got.sums = append(got.endpoints, e), append(got.sums, sum)
-	})
+	got = newTable(s, q, k)
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.m == nil {
@@ -62,14 +59,54 @@ func (t *Tables) of(s *workload.Snapshot, q *Query, k tableKey) *table {
 	return got
 }
 
+func newTable(s *workload.Snapshot, q *Query, k tableKey) *table {
+	t := new(table)
+	best := 0
+	eachCandidate(s, q, k, func(e endpoint, rank int) {
+		switch {
+		case t.height > 0 && rank < best:
+			return
+		case rank > best || t.height == 0:
+			best, *t = rank, table{}
+		}
+		t.height += uint64(e.workload.Capacity)
+		t.columns = append(t.columns, column{endpoint: e})
+	})
+	// Each candidate has its capacity times the number of columns, which is the height of a column on average: what one has too much
+	// goes on top of those that have too little.
+	n := uint64(len(t.columns))
+	var low, high []int32
+	for i := range t.columns {
+		c := &t.columns[i]
+		if c.own = uint64(c.workload.Capacity) * n; c.own < t.height {
+			low = append(low, int32(i))
+		} else {
+			high = append(high, int32(i))
+		}
+	}
+	for len(low) > 0 && len(high) > 0 {
+		l, h := low[len(low)-1], high[len(high)-1]
+		low = low[:len(low)-1]
+		t.columns[l].above = h
+		if t.columns[h].own -= t.height - t.columns[l].own; t.columns[h].own < t.height {
+			high, low = high[:len(high)-1], append(low, h)
+		}
+	}
+	return t
+}
+
 // pick chooses by capacity.
 func (t *table) pick(random uint64) (endpoint, bool) {
-	n := len(t.sums)
-	if n == 0 {
+	if len(t.columns) == 0 {
 		return endpoint{}, false
 	}
-	at := mix(random) % t.sums[n-1]
-	return t.endpoints[sort.Search(n, func(i int) bool { return at < t.sums[i] })], true
+	random = mix(random)
+	i, _ := bits.Mul64(random, uint64(len(t.columns)))
+	if c := &t.columns[i]; mix(random)%t.height < c.own {
+		return c.endpoint, true
+	} else {
+		return t.columns[c.above].endpoint, true
+	}
 }
 
 // sourceTables are the Tables of a source and snapshot.

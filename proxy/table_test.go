@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"math/rand/v2"
 	"net/netip"
 	"sync"
 	"testing"
@@ -63,4 +64,40 @@ func TestTablesAreSharedByFlowsAtOnce(t *testing.T) {
 		})
 	}
 	all.Wait()
+}
+
+// The columns of a table give each candidate exactly its share.
+func TestTablesHaveTheWholeOfEachCapacity(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 1))
+	for range 300 {
+		n := 1 + rng.IntN(40)
+		st := bigMesh(n, n)
+		want := make(map[string]uint64)
+		var sum uint64
+		for _, w := range st.Workloads {
+			w.Capacity = []uint32{0, 1, 1, 3, 1 << 31, uint32(rng.IntN(1000))}[rng.IntN(6)]
+			if w.Capacity > 0 {
+				want[w.UID] = uint64(w.Capacity)
+				sum += uint64(w.Capacity)
+			}
+		}
+		s := workload.NewSnapshot(st)
+		tab := newTable(s, &Query{Source: st.Workloads[0]}, tableKey{st.Services[0], 80, false})
+		if tab.height != sum || len(tab.columns) != len(want) {
+			t.Fatalf("%d columns of height %d, want %d of %d", len(tab.columns), tab.height, len(want), sum)
+		}
+		got := make(map[string]uint64)
+		for _, c := range tab.columns {
+			own := min(c.own, tab.height)
+			got[c.workload.UID] += own
+			if rest := tab.height - own; rest > 0 {
+				got[tab.columns[c.above].workload.UID] += rest
+			}
+		}
+		for uid, capacity := range want {
+			if got[uid] != capacity*uint64(len(want)) {
+				t.Fatalf("%s has %d of %d columns of %d, want %d", uid, got[uid], len(want), tab.height, capacity*uint64(len(want)))
+			}
+		}
+	}
 }
