@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"gvisor.dev/gvisor/pkg/tcpip/stack"
@@ -41,6 +42,7 @@ type table struct {
 	warned         time.Time   // when a limit was last logged
 
 	running sync.WaitGroup // handshakes; added to with mu held and the table not closed
+	ending  atomic.Int32   // calls of handshakeDone; added to with mu held
 }
 
 // A request is a SYN and what became of it. It implements TCPRequest.
@@ -324,6 +326,9 @@ func (t *table) settle() {
 			runtime.Gosched()
 		}
 	}
+	for t.ending.Load() > 0 { // out of the table, but nobody was woken yet
+		runtime.Gosched()
+	}
 }
 
 func (t *table) unsettled(r *request) bool {
@@ -401,6 +406,8 @@ func (s *Stack) serveHandshake(fr *tcp.ForwarderRequest) {
 // handshakeDone settles the request of a handshake, unless that was given up, and starts the flow's next one.
 func (t *table) handshakeDone(r *request, c *conn, err error) {
 	t.mu.Lock()
+	t.ending.Add(1)
+	defer t.ending.Add(-1)
 	delete(t.handshakes, r.flow)
 	next := r.successor
 	if next != nil && next.state == handshaking && !t.closed {

@@ -22,6 +22,8 @@ const (
 	exitOK      = 0
 	exitFailure = 1 // something that was right did not work
 	exitUsage   = 2 // wrong usage or invalid configuration: nothing was tried
+	exitDiffers = 3 // a check or comparison found a difference
+	exitPartly  = 4 // not all of the input could be used; the result of the rest was written
 )
 
 func main() { os.Exit(run(context.Background(), os.Args[1:], os.Environ(), os.Stdout, os.Stderr)) }
@@ -83,7 +85,7 @@ Without a command it does what "ztun proxy" does.`
 	}
 	root.SilenceErrors, root.SilenceUsage = true, true
 	root.SetFlagErrorFunc(flagError)
-	root.AddCommand(newProxy(env), newConfig(env), newExplain(), newConns(), newVersion(), newDemo(),
+	root.AddCommand(newProxy(env), newConfig(env), newExplain(), newConns(), newReplay(), newVersion(), newDemo(),
 		newDemoProgram("demo-server", "The server in a pod of the demonstration", demo.ServerMain),
 		newDemoProgram("demo-client", "The client in a pod of the demonstration", demo.ClientMain))
 	root.SetHelpCommand(newHelp())

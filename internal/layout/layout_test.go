@@ -44,18 +44,19 @@ var table = []row{
 	{"internal/telemetry", "connection records, their metrics, the access log and the logger", []string{"workload"}},
 	{"internal/config", "one typed configuration of all sources", []string{"telemetry"}}, // filters, formats and labels are read by who uses them
 	{"internal/hbone", "HTTP/2 CONNECT over mTLS", []string{"workload", "loop"}},
+	{"internal/replay", "a packet capture played to a netstack", []string{"tun", "loop", "hbone", "workload"}},
 	{"dnsproxy", "names of the mesh answered, others forwarded", []string{"workload", "telemetry", "loop"}}, // its resolver waits as set-ups do
 	{"internal/admin", "HTTP for people and probes: state, metrics, readiness, log levels", []string{"workload", "telemetry"}},
 	{"proxy", "decides what happens to a flow and moves its bytes", []string{"stack", "loop", "hbone", "authz", "workload", "telemetry"}},
 	{"internal/node", "the composition root", []string{
 		"tun", "stack", "proxy", "dnsproxy", "loop", "config", "workload", "ca", "underlay", "identity", "authz", "telemetry", "hbone",
-		"admin",
+		"admin", "replay",
 	}},
 	{"internal/explain", "why a flow goes where it goes", []string{"proxy", "authz", "workload"}},
 	{"internal/demo", "the demonstration of the README", []string{"lab", "node", "ca", "config"}},
 	{"internal/benchnet", "what ztun costs, beside direct traffic and yardsticks", []string{"lab", "ca", "config", "node"}},
 	{"internal/scenarios", "which of the numbered scenarios the tests have shown", nil},
-	{"cmd/ztun", "the command line", []string{"config", "node", "admin", "workload", "demo", "ca", "explain"}},
+	{"cmd/ztun", "the command line", []string{"config", "node", "admin", "workload", "demo", "ca", "explain", "replay"}},
 }
 
 // outside lists packages that may use any module: they are for trials and tests.
@@ -76,6 +77,7 @@ var behind = map[string][]string{
 	"golang.org/x/sys/unix":           {"tun", "stack", "internal/loop", "internal/underlay", "internal/node", "internal/demo"}, // the kernel's interface
 	"golang.org/x/sync":               {"internal/node", "internal/demo"},
 	"github.com/hashicorp/golang-lru": {"internal/workload", "internal/identity", "dnsproxy"},
+	"github.com/rogpeppe/go-internal": {"cmd/ztun"},                                                                                                        // its diff
 	"github.com/prometheus":           {"tun", "stack", "proxy", "dnsproxy", "internal/hbone", "internal/identity", "internal/telemetry", "internal/node"}, // each counts for itself
 }
 

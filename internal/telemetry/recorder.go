@@ -31,6 +31,10 @@ type Config struct {
 	ErrorText  func(err error) string         // what lines say of an error; nil: its own text
 	Store      *workload.Store                // which workloads there are: series of others end; nil: none ends
 
+	// Ended, if set, is told of every connection that has ended and of every flow that failed early, by whoever ended it; err is nil if
+	// it ended by itself. It must not wait.
+	Ended func(c *Conn, err error)
+
 	MaxSeries  int //  sets of labels of the traffic metrics: 10 000; above it connections count in sets whose names are all other
 	QueueLines int // lines that may wait for the writer: 10 000, ztunnel's; above it lines are dropped and counted
 }
@@ -122,6 +126,9 @@ func (r *Recorder) Fail(f Facts, err error) {
 	if r.logs(slog.LevelWarn) {
 		r.log.put(r.line(c, "warn", "connection failed", err, false), true)
 	}
+	if r.cfg.Ended != nil {
+		r.cfg.Ended(c, err)
+	}
 }
 
 // FailUnlogged counts what Fail records, and writes no line: for failures of which there are many of one kind. The next that has
@@ -161,6 +168,9 @@ func (r *Recorder) finish(c *Conn, err error) {
 	}
 	if r.logs(level) {
 		r.log.put(r.line(c, name, "connection complete", err, true), err != nil)
+	}
+	if r.cfg.Ended != nil {
+		r.cfg.Ended(c, err)
 	}
 }
 

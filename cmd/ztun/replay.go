@@ -1,0 +1,345 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/rogpeppe/go-internal/diff"
+	"github.com/spf13/cobra"
+
+	"ztun.dev/ztun/internal/node"
+	"ztun.dev/ztun/internal/replay"
+	"ztun.dev/ztun/internal/workload"
+)
+
+// replayFlags are the flags of ztun replay.
+type replayFlags struct {
+	state, compare, network, expect, write, report, peer, checksum, speed, only string
+	local, dirs                                                                 []string
+	recursive, decap, netSet                                                    bool
+}
+
+func newReplay() *cobra.Command {
+	var f replayFlags
+	cmd := &cobra.Command{
+		Use:   "replay --state FILE CAPTURE...",
+		Short: "Play packet captures through the pipeline, and tell what it does",
+		Long: `Play packet captures through the pipeline that pods have, and tell for each flow and each DNS question what becomes of it. No root, no
+network and no TUN device are needed; the clock is that of the capture, and two runs say the same.
+
+A CAPTURE is a file (pcap or pcapng, also gzip), a directory, or - for standard input. The state is a mesh state file, or what
+/config_dump has answered. With --compare the flows are told that another state would treat differently.
+
+Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could not be used in whole; the rest is told all the same.`,
+		Example: `  ztun replay --state mesh.yaml in.pcap
+  ztun replay --state mesh.yaml --compare new.yaml --local 10.10.1.2 in.pcap
+  ztun replay --state mesh.yaml -o json in.pcap > golden.jsonl
+  ztun replay --state mesh.yaml --expect golden.jsonl in.pcap`,
+	}
+	o := addOutput(cmd)
+	fs := cmd.Flags()
+	fs.StringVar(&f.state, "state", "", "`FILE` with the state of the mesh")
+	fs.StringVar(&f.compare, "compare", "", "`FILE` with another state: tell what it would change, in place of everything")
+	fs.StringVar(&f.network, "network", "", "network of the node; the default is that of the dump, else \"\"")
+	fs.StringSliceVar(&f.local, "local", nil, "`ADDRESS`es of the pods that are served; the default is all workloads that speak HBONE")
+	fs.StringSliceVar(&f.dirs, "dir", nil, "`DIRECTORY` of captures, in the order of their names, beside those that are arguments")
+	fs.BoolVar(&f.recursive, "recursive", false, "directories with what is below them")
+	fs.StringVar(&f.peer, "peer", "recorded", "who answers connections: recorded (what the capture has of the other direction), none, accept, echo, or file:`REPLIES`")
+	fs.StringVar(&f.checksum, "checksum", "auto", "wrong checksums: auto (those of a sender are taken while most of them are wrong), off or strict")
+	fs.StringVar(&f.speed, "speed", "", "how fast, as `1x` for as it was recorded; the default is as fast as possible")
+	fs.BoolVar(&f.decap, "decap", false, "look into GRE, VXLAN and Geneve")
+	fs.StringVar(&f.only, "only", "", "play one thing only: `ID` of a flow or question, ADDRESS:PORT, ADDRESS, or NAMESPACE/NAME of a workload")
+	fs.StringVar(&f.expect, "expect", "", "compare with `FILE`, JSON lines or text as it has them, and print the difference")
+	fs.StringVar(&f.write, "write-pcap", "", "write `FILE` (pcapng): what the netstack has read and sent; with --only the packets as they were captured")
+	fs.StringVar(&f.report, "report", "", "write `FILE` (JSON): counts of packets and records, and what could not be used")
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		f.netSet = fs.Changed("network")
+		return f.run(cmd, args, *o)
+	}
+	return cmd
+}
+
+func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err error) {
+	cfg, err := f.config(cmd.InOrStdin(), args)
+	if err != nil {
+		return usageError{fmt.Errorf("ztun replay: %w", err)}
+	}
+	var expected []byte
+	if f.expect != "" {
+		if expected, err = os.ReadFile(f.expect); err != nil {
+			return usageError{fmt.Errorf("ztun replay: --expect: %w", err)}
+		}
+		if o = outputText; bytes.HasPrefix(expected, []byte("{")) {
+			o = outputJSON
+		}
+	}
+	out := bufio.NewWriterSize(cmd.OutOrStdout(), 64<<10)
+	var kept bytes.Buffer
+	var w io.Writer = out
+	if f.expect != "" {
+		w = &kept
+	}
+	differing := 0
+	if cfg.Compare == nil {
+		cfg.Emit = func(r node.ReplayRecord) error { return printRecord(w, o, r) }
+	} else {
+		cfg.Emit = func(node.ReplayRecord) error { return nil }
+		cfg.Differ = func(a, b node.ReplayRecord) error {
+			differing++
+			return printChange(w, o, a, b)
+		}
+	}
+	finish, err := f.writers(cfg)
+	if err != nil {
+		return fmt.Errorf("ztun replay: %w", err)
+	}
+	report, err := node.Replay(cmd.Context(), *cfg)
+	if err = errors.Join(err, finish()); err != nil {
+		_ = out.Flush() // the error says more
+		return fmt.Errorf("ztun replay: %w", err)
+	}
+	if f.expect != "" {
+		if d := diff.Diff(f.expect, expected, "this run", kept.Bytes()); d != nil {
+			differing++
+			_, _ = out.Write(d) // Flush tells
+		}
+	} else if o == outputText {
+		_, _ = io.WriteString(out, summary(report, cfg.Compare != nil, differing))
+	}
+	if err := out.Flush(); err != nil {
+		return fmt.Errorf("ztun replay: %w", err)
+	}
+	if f.report != "" {
+		if err := writeReport(f.report, report); err != nil {
+			return fmt.Errorf("ztun replay: --report: %w", err)
+		}
+	}
+	for _, p := range report.Problems {
+		_, _ = fmt.Fprintf(cmd.ErrOrStderr(), "ztun: %s\n", p) // nobody is left to tell
+	}
+	switch {
+	case differing > 0:
+		return exitCode(exitDiffers)
+	case len(report.Problems) > 0:
+		return exitCode(exitPartly)
+	}
+	return nil
+}
+
+// config reads what the flags name.
+func (f *replayFlags) config(stdin io.Reader, args []string) (*node.ReplayConfig, error) {
+	switch {
+	case f.state == "":
+		return nil, errors.New("want --state: what is a capture played against?")
+	case len(args)+len(f.dirs) == 0:
+		return nil, errors.New("want a capture: a file, a directory, or - for standard input")
+	case f.compare != "" && f.expect != "":
+		return nil, errors.New("--compare and --expect do not go together")
+	}
+	cfg := &node.ReplayConfig{Decap: f.decap}
+	settings, err := readState("--state", f.state, &cfg.State)
+	if err != nil {
+		return nil, err
+	}
+	cfg.Network, cfg.ClusterDomain = settings["network"], settings["clusterDomain"]
+	cfg.PreferredNamespace, cfg.AllowUnknownPolicy = settings["preferedServiceNamespace"], settings["unknownPolicy"] == "allow"
+	if f.netSet {
+		cfg.Network = f.network
+	}
+	if f.compare != "" {
+		cfg.Compare = new(workload.State)
+		if _, err := readState("--compare", f.compare, cfg.Compare); err != nil {
+			return nil, err
+		}
+	}
+	for _, s := range f.local {
+		a, err := netip.ParseAddr(s)
+		if err != nil {
+			return nil, fmt.Errorf("--local: %w", err)
+		}
+		cfg.Local = append(cfg.Local, a.Unmap().WithZone(""))
+	}
+	if err := f.choices(cfg); err != nil {
+		return nil, err
+	}
+	cfg.Source, err = replay.NewSource(replay.SourceConfig{Paths: slices.Concat(args, f.dirs), Recursive: f.recursive, Stdin: stdin})
+	return cfg, err
+}
+
+func readState(flag, name string, st *workload.State) (settings map[string]string, err error) {
+	data, err := os.ReadFile(name)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", flag, err)
+	}
+	*st, settings, err = parseState(name, data)
+	return settings, err
+}
+
+// choices reads the flags that have words of their own.
+func (f *replayFlags) choices(cfg *node.ReplayConfig) (err error) {
+	peers := map[string]replay.Peer{"recorded": replay.PeerRecorded, "none": replay.PeerNone, "accept": replay.PeerAccept, "echo": replay.PeerEcho}
+	if name, ok := strings.CutPrefix(f.peer, "file:"); ok {
+		cfg.Peer = replay.PeerFile
+		if cfg.Replies, err = os.ReadFile(name); err != nil {
+			return fmt.Errorf("--peer: %w", err)
+		}
+	} else if cfg.Peer, ok = peers[f.peer]; !ok {
+		return fmt.Errorf("--peer %s: want recorded, none, accept, echo or file:REPLIES", f.peer)
+	}
+	sums := map[string]replay.Checksums{"auto": replay.ChecksumsAuto, "off": replay.ChecksumsOff, "strict": replay.ChecksumsStrict}
+	var ok bool
+	if cfg.Checksums, ok = sums[f.checksum]; !ok {
+		return fmt.Errorf("--checksum %s: want auto, off or strict", f.checksum)
+	}
+	if f.speed != "" {
+		speed, err := strconv.ParseFloat(strings.TrimSuffix(f.speed, "x"), 64)
+		if err != nil || speed < 0.001 || speed > 1e6 {
+			return fmt.Errorf("--speed %s: want a factor such as 1x or 0.5x", f.speed)
+		}
+		cfg.Wait = pace(speed)
+	}
+	if f.only != "" {
+		cfg.Only, err = f.chosen(&cfg.State)
+	}
+	return err
+}
+
+// pace waits until it is time for a packet, by the first one that comes.
+func pace(speed float64) func(context.Context, int64) error {
+	var began time.Time
+	var first int64
+	return func(ctx context.Context, t int64) error {
+		if began.IsZero() {
+			began, first = time.Now(), t
+		}
+		wait := time.Duration(float64(t-first)/speed) - time.Since(began)
+		if wait <= 0 {
+			return nil
+		}
+		timer := time.NewTimer(wait)
+		defer timer.Stop()
+		select {
+		case <-timer.C:
+			return nil
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// chosen reads --only.
+func (f *replayFlags) chosen(st *workload.State) (func(id uint64, src, dst netip.AddrPort) bool, error) {
+	if id, err := strconv.ParseUint(f.only, 10, 64); err == nil {
+		return func(n uint64, _, _ netip.AddrPort) bool { return n == id }, nil
+	}
+	if a, err := netip.ParseAddrPort(f.only); err == nil {
+		return func(_ uint64, src, dst netip.AddrPort) bool { return src == a || dst == a }, nil
+	}
+	var addrs []netip.Addr
+	if a, err := netip.ParseAddr(f.only); err == nil {
+		addrs = []netip.Addr{a.Unmap()}
+	}
+	for _, w := range st.Workloads {
+		if w.Namespace+"/"+w.Name == f.only {
+			addrs = append(addrs, w.Addresses...)
+		}
+	}
+	if len(addrs) == 0 {
+		return nil, fmt.Errorf("--only %s: neither an id, an address nor a workload of the state", f.only)
+	}
+	return func(_ uint64, src, dst netip.AddrPort) bool {
+		return slices.Contains(addrs, src.Addr()) || slices.Contains(addrs, dst.Addr())
+	}, nil
+}
+
+// writers opens what packets are written to. finish ends it.
+func (f *replayFlags) writers(cfg *node.ReplayConfig) (finish func() error, err error) {
+	if f.write == "" {
+		return func() error { return nil }, nil
+	}
+	file, err := os.Create(f.write)
+	if err != nil {
+		return nil, fmt.Errorf("--write-pcap: %w", err)
+	}
+	buf := bufio.NewWriterSize(file, 256<<10)
+	if w := replay.NewWriter(buf, "ztun replay", 0, "pod"); cfg.Only != nil {
+		cfg.Recorded = w
+	} else {
+		cfg.Played = w
+	}
+	return func() error { return errors.Join(buf.Flush(), file.Close()) }, nil
+}
+
+func printRecord(w io.Writer, o output, r node.ReplayRecord) error {
+	if o == outputText {
+		_, err := io.WriteString(w, r.Text())
+		return err
+	}
+	return printLine(w, r)
+}
+
+// printLine prints one JSON object on one line.
+func printLine(w io.Writer, v any) error {
+	enc := json.NewEncoder(w)
+	enc.SetEscapeHTML(false)
+	return enc.Encode(v)
+}
+
+// printChange prints what another state makes of a flow.
+func printChange(w io.Writer, o output, a, b node.ReplayRecord) error {
+	if o == outputJSON {
+		return printLine(w, struct {
+			Type string            `json:"type"`
+			A    node.ReplayRecord `json:"a"`
+			B    node.ReplayRecord `json:"b"`
+		}{"change", a, b})
+	}
+	either := a
+	if a == nil {
+		either = b
+	}
+	head, _, _ := strings.Cut(either.Text(), "\n")
+	_, err := fmt.Fprintf(w, "%s\n  - %s\n  + %s\n", head, node.Outcome(a), node.Outcome(b))
+	return err
+}
+
+func summary(r *node.ReplayReport, compared bool, differing int) string {
+	var parts []string
+	for _, class := range []string{"mesh", "passthrough", "inbound", "dns", "dropped", "midstream", "tunnel"} {
+		if n := r.Records[class]; n > 0 {
+			parts = append(parts, fmt.Sprintf("%d %s", n, class))
+		}
+	}
+	flows := strings.Join(parts, ", ")
+	if flows == "" {
+		flows = "none"
+	}
+	s := fmt.Sprintf("%d packets; flows: %s; questions: %d answered by the mesh, %d by a resolver\n",
+		r.Packets.Packets, flows, r.Records["dns_mesh"], r.Records["dns_resolver"])
+	if unused := r.Packets.Unused(); unused != "" {
+		s += "not played: " + unused + "\n"
+	}
+	if compared {
+		s += fmt.Sprintf("%d differ\n", differing)
+	}
+	return s
+}
+
+func writeReport(name string, r *node.ReplayReport) error {
+	var b bytes.Buffer
+	if err := printJSON(&b, r); err != nil {
+		return err
+	}
+	return os.WriteFile(name, b.Bytes(), 0o644)
+}

@@ -1,0 +1,171 @@
+package main
+
+import (
+	"bytes"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+const replaySamples = "../../testdata/replay"
+
+func goldenOf(capture, suffix string) string {
+	return filepath.Join(replaySamples, "golden", filepath.Base(capture)+suffix)
+}
+
+// replayed runs ztun replay on the mesh of the samples.
+func replayed(t *testing.T, args ...string) (stdout, stderr string, code int) {
+	t.Helper()
+	var out, errs bytes.Buffer
+	code = run(t.Context(), append([]string{"replay", "--state", filepath.Join(replaySamples, "mesh.yaml")}, args...), nil, &out, &errs)
+	return out.String(), errs.String(), code
+}
+
+// Each sample capture gives what its golden files have; -update writes them.
+func TestReplayOfSamples(t *testing.T) {
+	names, err := filepath.Glob(filepath.Join(replaySamples, "*.pcap*"))
+	if err != nil || len(names) < 15 {
+		t.Fatalf("samples %v, %v", names, err)
+	}
+	partly := map[string]bool{"truncated.pcap": true, "unsupported.pcapng": true}
+	for _, name := range names {
+		base := filepath.Base(name)
+		t.Run("T1/"+base, func(t *testing.T) {
+			want := exitOK
+			if partly[base] {
+				want = exitPartly
+			}
+			for form, suffix := range map[string]string{"json": ".jsonl", "text": ".txt"} {
+				golden := goldenOf(name, suffix)
+				got, stderr, code := replayed(t, "-o", form, name)
+				if code != want {
+					t.Errorf("exit code %d, want %d; stderr %s", code, want, stderr)
+				}
+				if *update {
+					if err := os.WriteFile(golden, []byte(got), 0o644); err != nil {
+						t.Fatal(err)
+					}
+				}
+				b, err := os.ReadFile(golden)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if diff := cmp.Diff(string(b), got); diff != "" {
+					t.Errorf("%s (-golden +got):\n%s", golden, diff)
+				}
+			}
+			if stdout, stderr, code := replayed(t, "--expect", goldenOf(name, ".jsonl"), name); code != want || stdout != "" {
+				t.Errorf("--expect: exit code %d, want %d; stdout %s, stderr %s", code, want, stdout, stderr)
+			}
+		})
+	}
+}
+
+// All link types and formats of the same packets say the same.
+func TestReplayDoesNotDependOnTheFormat(t *testing.T) {
+	for _, name := range []string{"vlan.pcap", "cooked-v1.pcap", "cooked-v2.pcap", "nanoseconds.pcap", "compressed.pcap.gz"} {
+		t.Run("T1/"+name, func(t *testing.T) {
+			stdout, stderr, code := replayed(t, "--expect", goldenOf("mesh-http.pcap", ".jsonl"), filepath.Join(replaySamples, name))
+			if code != exitOK || stdout != "" {
+				t.Errorf("exit code %d, stdout %s, stderr %s", code, stdout, stderr)
+			}
+		})
+	}
+}
+
+func TestReplayTellsOfDifferences(t *testing.T) {
+	capture := filepath.Join(replaySamples, "mesh-http.pcap")
+	golden := filepath.Join(t.TempDir(), "golden")
+	b, err := os.ReadFile(goldenOf(capture, ".jsonl"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(golden, bytes.Replace(b, []byte(`"class":"passthrough"`), []byte(`"class":"mesh"`), 1), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Run("T2/expected", func(t *testing.T) {
+		stdout, stderr, code := replayed(t, "--expect", golden, capture)
+		if code != exitDiffers || !strings.Contains(stdout, "\n--- "+golden+"\n+++ this run\n@@ -1,3 +1,3 @@\n") || strings.Count(stdout, "\n-{") != 1 || strings.Count(stdout, "\n+{") != 1 {
+			t.Errorf("exit code %d, stdout %s, stderr %s", code, stdout, stderr)
+		}
+	})
+	t.Run("T2/a truncated capture that is as expected", func(t *testing.T) {
+		cut := filepath.Join(replaySamples, "truncated.pcap")
+		_, stderr, code := replayed(t, "--expect", goldenOf(cut, ".jsonl"), cut)
+		if want := "ztun: " + cut + ": byte 2798: the last packet is cut off\n"; code != exitPartly || stderr != want {
+			t.Errorf("exit code %d, want 4; stderr %q, want %q", code, stderr, want)
+		}
+	})
+}
+
+// What if: another state, of which those flows are told that it treats differently.
+func TestReplayComparesStates(t *testing.T) {
+	data, err := os.ReadFile(filepath.Join(replaySamples, "mesh.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	capture := filepath.Join(replaySamples, "mesh-http.pcap")
+	intruders := filepath.Join(replaySamples, "denied.pcap")
+	for _, tt := range []struct {
+		name, old, new string
+		capture        string
+		code           int
+		want           string
+	}{
+		{"the same state", "x", "x", capture, exitOK, "30 packets; flows: 1 mesh, 2 passthrough; questions: 0 answered by the mesh, 0 by a resolver\n0 differ\n"},
+		{"a policy that denies", "sa/client]", "sa/other]", capture, exitDiffers, "12:00:00.000000000  flow 1  outbound 10.244.1.10:40000 -> 10.96.0.10:80  mesh\n" +
+			"  - mesh by 10.244.2.20:15008 to 10.244.2.20:8080, allowed: explicitly allowed by: shop/web-for-client\n" +
+			"  + dropped, denied: allow policies exist, but none allowed\n"},
+		{"a policy that allows", "sa/client]", "sa/intruder]", intruders, exitDiffers, "flow 1  outbound 10.244.1.66:41000 -> 10.96.0.10:80  dropped\n" +
+			"  - dropped, denied: allow policies exist, but none allowed\n" +
+			"  + mesh by 10.244.2.20:15008 to 10.244.2.20:8080, allowed: explicitly allowed by: shop/web-for-client\n"},
+		{
+			"a waypoint", "ipFamilies: Dual, ", "ipFamilies: Dual, waypoint: {destination: /10.244.1.66, hboneMtlsPort: 15008}, ", capture, exitDiffers,
+			"  + mesh by 10.244.1.66:15008 to 10.96.0.10:80\n",
+		},
+	} {
+		t.Run("T2/"+tt.name, func(t *testing.T) {
+			other := filepath.Join(t.TempDir(), "other.yaml")
+			if err := os.WriteFile(other, bytes.Replace(data, []byte(tt.old), []byte(tt.new), 1), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			stdout, stderr, code := replayed(t, "--compare", other, tt.capture)
+			if code != tt.code || !strings.Contains(stdout, tt.want) {
+				t.Errorf("exit code %d, want %d; stdout\n%s\nwant\n%s\nstderr %s", code, tt.code, stdout, tt.want, stderr)
+			}
+		})
+	}
+}
+
+func TestReplayIsToldWhatIsWrong(t *testing.T) {
+	capture := filepath.Join(replaySamples, "mesh-http.pcap")
+	for _, tt := range []struct {
+		name string
+		args []string
+		want string
+	}{
+		{"no capture", nil, "want a capture"},
+		{"no such capture", []string{"nowhere.pcap"}, "no such file"},
+		{"an empty directory", []string{t.TempDir()}, "has no file"},
+		{"peer", []string{"--peer", "friendly", capture}, "--peer friendly: want recorded"},
+		{"replies", []string{"--peer", "file:nowhere", capture}, "--peer: open nowhere: no such file"},
+		{"checksum", []string{"--checksum", "maybe", capture}, "--checksum maybe: want auto, off or strict"},
+		{"speed", []string{"--speed", "0x", capture}, "--speed 0x: want a factor"},
+		{"local", []string{"--local", "client", capture}, "--local: ParseAddr"},
+		{"only", []string{"--only", "nobody", capture}, "--only nobody: neither an id"},
+		{"expect", []string{"--expect", "nowhere", capture}, "--expect: open nowhere"},
+		{"both", []string{"--expect", capture, "--compare", capture, capture}, "do not go together"},
+		{"compare", []string{"--compare", capture, capture}, "mesh-http.pcap"},
+		{"flag", []string{"--expct", capture}, "--expct"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			stdout, stderr, code := replayed(t, tt.args...)
+			if code != exitUsage || stdout != "" || !strings.Contains(stderr, tt.want) {
+				t.Errorf("exit code %d, want 2; stdout %q; stderr %q, want %q in it", code, stdout, stderr, tt.want)
+			}
+		})
+	}
+}
