@@ -56,6 +56,9 @@ func connectReason(err error) telemetry.Reason {
 }
 
 func classifyOpen(e *hbone.OpenError) (telemetry.Flag, telemetry.Reason) {
+	if _, ok := errors.AsType[*hbone.CertificateError](e); ok {
+		return telemetry.FlagIdentity, telemetry.ReasonIdentity
+	}
 	if status, ok := errors.AsType[*hbone.StatusError](e); ok {
 		switch status.Code {
 		case 401, 403:

@@ -26,6 +26,9 @@ func ErrorText(err error) string {
 		case open.Phase == hbone.PhaseConnect:
 			return "io error: " + systemText(open.Err)
 		}
+		if certificate, ok := errors.AsType[*hbone.CertificateError](open); ok {
+			return certificate.Error()
+		}
 		return err.Error()
 	}
 	if broken, ok := errors.AsType[*brokenError](err); ok {

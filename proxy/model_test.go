@@ -204,7 +204,7 @@ func (m *model) endpoints(v *workload.Service, port uint16, waypoint bool) (all 
 		if e.port == 0 {
 			e.port = target
 		}
-		if e.port == 0 && waypoint && (has || w.AppTunnel != nil) {
+		if e.port == 0 && waypoint && w.AppTunnel != nil && w.AppTunnel.Port != 0 {
 			e.port = port
 		}
 		reachable := len(w.Addresses) > 0 || w.Hostname != "" || w.Network != m.q.Source.Network && w.NetworkGateway != nil
@@ -395,7 +395,7 @@ func (r world) workload(i int) *workload.Workload {
 		w.Status = workload.Unhealthy
 	}
 	if r.IntN(5) == 0 {
-		w.AppTunnel = &workload.AppTunnel{PROXY: true, Port: 15088}
+		w.AppTunnel = &workload.AppTunnel{PROXY: true, Port: uint16(r.IntN(3)/2) * 15088}
 	}
 	if r.IntN(4) == 0 {
 		w.Hostname = r.one("x", "y", "db")

@@ -48,7 +48,7 @@ func eachCandidate(s *workload.Snapshot, q *Query, k tableKey, yield func(e endp
 	}
 	for _, ep := range s.Endpoints(k.service.Key()) {
 		w := ep.Workload
-		e, why := usable(q, w, ep.Ports[k.port], target, k.port, has, k.waypoint)
+		e, why := usable(q, w, ep.Ports[k.port], target, k.port, k.waypoint)
 		r, fits := 0, false
 		if why == candidate {
 			if r, fits = rank(&k.service.LoadBalancer, q.Source, w); !fits {
@@ -65,7 +65,7 @@ func eachCandidate(s *workload.Snapshot, q *Query, k tableKey, yield func(e endp
 }
 
 // usable says whether an endpoint can be reached, and at which port.
-func usable(q *Query, w *workload.Workload, own, target, port uint16, has, waypoint bool) (endpoint, Fit) {
+func usable(q *Query, w *workload.Workload, own, target, port uint16, waypoint bool) (endpoint, Fit) {
 	if slices.Contains(q.Exclude, w) {
 		return endpoint{}, excluded
 	}
@@ -78,7 +78,7 @@ func usable(q *Query, w *workload.Workload, own, target, port uint16, has, waypo
 		e.port = own
 	case target != 0:
 		e.port = target
-	case waypoint && (has || w.AppTunnel != nil):
+	case waypoint && w.AppTunnel != nil && w.AppTunnel.Port != 0:
 		e.port = port
 	default:
 		return endpoint{}, noPort

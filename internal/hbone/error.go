@@ -69,6 +69,14 @@ func (e *HandshakeError) Error() string { return "tls handshake error: " + e.Err
 // Unwrap returns the cause.
 func (e *HandshakeError) Unwrap() error { return e.Err }
 
+// A CertificateError tells that there is no certificate to show to the peer. It is the Err of an OpenError of PhaseHandshake.
+type CertificateError struct{ Err error }
+
+func (e *CertificateError) Error() string { return "identity error: " + e.Err.Error() }
+
+// Unwrap returns the cause.
+func (e *CertificateError) Unwrap() error { return e.Err }
+
 // A StatusError is a CONNECT that was answered with another status than 200. It is the Err of an OpenError of PhaseResponse.
 type StatusError struct {
 	Code   int

@@ -74,7 +74,7 @@ func (p *Pool) secure(ctx context.Context, conn loop.Conn, accept []workload.Ide
 	cfg, err := p.cfg.TLS(ctx, accept)
 	if err != nil {
 		giveUp(conn)
-		return nil, workload.Identity{}, err
+		return nil, workload.Identity{}, &CertificateError{err}
 	}
 	l, err := handshake(ctx, p.cfg.Group, conn, nil, noteClientCertificate(requireAccepted(cfg, accept), leaf), false)
 	if err != nil {
