@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 )
 
@@ -138,29 +139,53 @@ func tcpOf(p []byte) (src, dst netip.AddrPort, flags byte, ok bool) {
 
 // resetOf answers a packet with RST (RFC 9293, section 3.10.7.1).
 func resetOf(p []byte) []byte {
+	var b, tcp, from []byte
 	if p[0]>>4 == 4 {
-		return resetFor(p)
+		from = p[int(p[0]&15)*4:]
+		b = make([]byte, 40)
+		tcp = b[20:]
+		b[0], b[3], b[8], b[9] = 0x45, 40, 64, unix.IPPROTO_TCP
+		copy(b[12:], p[16:20])
+		copy(b[16:], p[12:16])
+		binary.BigEndian.PutUint16(b[10:], ^sumOf(b[:20]))
+	} else {
+		from = p[40:]
+		b = make([]byte, 60)
+		tcp = b[40:]
+		b[0], b[5], b[6], b[7] = 0x60, 20, unix.IPPROTO_TCP, 64
+		copy(b[8:], p[24:40])
+		copy(b[24:], p[8:24])
 	}
-	tcp := p[40:]
-	b := make([]byte, 60)
-	b[0], b[5], b[6], b[7] = 0x60, 20, unix.IPPROTO_TCP, 64
-	copy(b[8:], p[24:40])
-	copy(b[24:], p[8:24])
-	copy(b[40:], tcp[2:4])
-	copy(b[42:], tcp[0:2])
-	binary.BigEndian.PutUint32(b[48:], binary.BigEndian.Uint32(tcp[4:])+1)
-	b[52], b[53] = 5<<4, 0x14
+	copy(tcp, from[2:4])
+	copy(tcp[2:], from[0:2])
+	tcp[12] = 5 << 4
+	if from[13]&0x10 != 0 { // ACK: it says where to go on
+		copy(tcp[4:], from[8:12])
+		tcp[13] = 4
+	} else {
+		binary.BigEndian.PutUint32(tcp[8:], binary.BigEndian.Uint32(from[4:])+1)
+		tcp[13] = 0x14
+	}
+	addrs := b[12:20]
+	if len(b) == 60 {
+		addrs = b[8:40]
+	}
+	binary.BigEndian.PutUint16(tcp[16:], ^sumOf(addrs, []byte{0, unix.IPPROTO_TCP, 0, 20}, tcp))
+	return b
+}
+
+// sumOf is the sum of RFC 1071 before it is inverted.
+func sumOf(parts ...[]byte) uint16 {
 	var sum uint32
-	for _, part := range [][]byte{b[8:40], {0, unix.IPPROTO_TCP, 0, 20}, b[40:]} {
-		for i := 0; i < len(part); i += 2 {
+	for _, part := range parts {
+		for i := 0; i+1 < len(part); i += 2 {
 			sum += uint32(binary.BigEndian.Uint16(part[i:]))
 		}
 	}
 	for sum > 0xffff {
 		sum = sum>>16 + sum&0xffff
 	}
-	binary.BigEndian.PutUint16(b[56:], ^uint16(sum))
-	return b
+	return uint16(sum)
 }
 
 // Where an agent's listeners are: at addresses that nobody has (RFC 5737, RFC 6666).
@@ -172,17 +197,22 @@ var (
 // listenTransparent makes a listener of an agent's.
 func listenTransparent(t *testing.T, ns *Netns, at netip.AddrPort) (fd int) {
 	t.Helper()
-	fd, err := ns.Socket(familyOf(at.Addr()), unix.SOCK_STREAM|unix.SOCK_NONBLOCK, 0)
+	fd, err := transparentListener(ns, at)
 	must(t, err)
-	t.Cleanup(func() { _ = unix.Close(fd) })
-	if at.Addr().Is4() {
-		must(t, unix.SetsockoptInt(fd, unix.SOL_IP, unix.IP_TRANSPARENT, 1))
-	} else {
-		must(t, unix.SetsockoptInt(fd, unix.SOL_IPV6, unix.IPV6_TRANSPARENT, 1))
-	}
-	must(t, unix.Bind(fd, sockaddrOf(at)))
-	must(t, unix.Listen(fd, 4096))
+	closeAtEnd(t, fd)
 	return fd
+}
+
+func transparentListener(ns *Netns, at netip.AddrPort) (fd int, err error) {
+	if fd, err = ns.Socket(familyOf(at.Addr()), unix.SOCK_STREAM|unix.SOCK_NONBLOCK, 0); err != nil {
+		return -1, err
+	}
+	if at.Addr().Is4() {
+		err = unix.SetsockoptInt(fd, unix.SOL_IP, unix.IP_TRANSPARENT, 1)
+	} else {
+		err = unix.SetsockoptInt(fd, unix.SOL_IPV6, unix.IPV6_TRANSPARENT, 1)
+	}
+	return fd, errors.Join(err, unix.Bind(fd, sockaddrOf(at)), unix.Listen(fd, 4096))
 }
 
 func sockaddrOf(a netip.AddrPort) unix.Sockaddr {
@@ -207,12 +237,43 @@ func listenerOf(t *testing.T, ns *Netns, at netip.AddrPort, mark int) (fd int) {
 	t.Helper()
 	fd, err := ns.Socket(familyOf(at.Addr()), unix.SOCK_STREAM|unix.SOCK_NONBLOCK, 0)
 	must(t, err)
-	t.Cleanup(func() { _ = unix.Close(fd) })
+	closeAtEnd(t, fd)
 	must(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1))
 	must(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, mark))
 	must(t, unix.Bind(fd, sockaddrOf(at)))
 	must(t, unix.Listen(fd, 4096))
 	return fd
+}
+
+// closed tells of each descriptor whether its test has closed it: by the end it may be another test's.
+var closed sync.Map // int to *atomic.Bool
+
+func closeAtEnd(t *testing.T, fd int) {
+	t.Helper()
+	gone := new(atomic.Bool)
+	closed.Store(fd, gone)
+	t.Cleanup(func() {
+		if !gone.Swap(true) {
+			_ = unix.Close(fd)
+		}
+	})
+}
+
+// closeNow closes a descriptor of closeAtEnd's.
+func closeNow(t *testing.T, fd int) {
+	t.Helper()
+	gone, ok := closed.Load(fd)
+	if !ok || gone.(*atomic.Bool).Swap(true) {
+		t.Fatalf("descriptor %d is closed already", fd)
+	}
+	must(t, unix.Close(fd))
+}
+
+// reset closes a connection with RST.
+func reset(t *testing.T, fd int) {
+	t.Helper()
+	must(t, unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}))
+	closeNow(t, fd)
 }
 
 // A dial is a connection in the making.
@@ -226,7 +287,7 @@ func startDial(t *testing.T, ns *Netns, from, to netip.AddrPort, prepare func(fd
 	t.Helper()
 	fd, err := ns.Socket(familyOf(to.Addr()), unix.SOCK_STREAM|unix.SOCK_NONBLOCK, 0)
 	must(t, err)
-	t.Cleanup(func() { _ = unix.Close(fd) })
+	closeAtEnd(t, fd)
 	if from.IsValid() {
 		must(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1))
 		must(t, unix.Bind(fd, sockaddrOf(from)))
@@ -275,7 +336,7 @@ func accept(t *testing.T, listener int) (fd int, peer netip.AddrPort) {
 	}
 	fd, sa, err := unix.Accept4(listener, unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC)
 	must(t, err)
-	t.Cleanup(func() { _ = unix.Close(fd) })
+	closeAtEnd(t, fd)
 	return fd, addrPortOf(sa)
 }
 
@@ -299,4 +360,14 @@ func markOf(t *testing.T, fd int) int {
 	m, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK)
 	must(t, err)
 	return m
+}
+
+// setRule adds a rule in front that does the same with all packets of this netns: only what comes is let in.
+func setRule(kind uint8, family int) error {
+	r := netlink.NewRule()
+	r.Family, r.Priority, r.Type, r.IifName = family, 1, kind, "lo"
+	if err := netlink.RuleAdd(r); err != nil {
+		return err
+	}
+	return nil
 }

@@ -11,6 +11,9 @@ import (
 	"testing"
 )
 
+// modeVariable makes the child steer, by that backend.
+const modeVariable = "ZTUN_TUN_TEST_MODE"
+
 // childVariable makes the test binary an owner of a device: see runAsChild.
 const childVariable = "ZTUN_TUN_TEST_CHILD"
 
@@ -28,6 +31,9 @@ func runAsChild() bool {
 		}
 		cfg := testConfig(ns)
 		cfg.StateDir, cfg.Generation = stateDir, 1
+		if mode := os.Getenv(modeVariable); mode != "" {
+			return runSteeringChild(cfg, mode)
+		}
 		_, err = Open(context.Background(), cfg)
 		return err
 	}()
@@ -41,11 +47,11 @@ func runAsChild() bool {
 	return true
 }
 
-// startOwner starts a process that owns the device in ns. kill ends it, by SIGKILL, and waits.
-func startOwner(t *testing.T, ns *Netns, stateDir string) (pid int, kill func()) {
+// startOwner starts a process that owns the device in ns, and steers if mode is not "". kill ends it, by SIGKILL, and waits.
+func startOwner(t *testing.T, ns *Netns, stateDir, mode string) (pid int, kill func()) {
 	t.Helper()
 	cmd := exec.Command(os.Args[0], "-test.run=^$")
-	cmd.Env = append(os.Environ(), childVariable+"="+stateDir)
+	cmd.Env = append(os.Environ(), childVariable+"="+stateDir, modeVariable+"="+mode)
 	cmd.ExtraFiles = []*os.File{ns.File()}
 	cmd.Stderr = os.Stderr
 	stdin, err := cmd.StdinPipe()

@@ -287,7 +287,7 @@ func TestNetnsInboundIsCapturedAndAnswered(t *testing.T) {
 		_, err := k.Read(bufs, sizes, Headroom)
 		return err == nil
 	})
-	rst := resetFor(bufs[0][Headroom : Headroom+sizes[0]])
+	rst := resetOf(bufs[0][Headroom : Headroom+sizes[0]])
 	if n, err := k.Write([][]byte{append(make([]byte, Headroom), rst...)}, Headroom); n != 1 || err != nil {
 		t.Fatalf("Write = %d, %v", n, err)
 	}
@@ -297,37 +297,6 @@ func TestNetnsInboundIsCapturedAndAnswered(t *testing.T) {
 	if errno, err := unix.GetsockoptInt(client, unix.SOL_SOCKET, unix.SO_ERROR); err != nil || unix.Errno(errno) != unix.ECONNREFUSED {
 		t.Errorf("connect: %v, %v, want connection refused", unix.Errno(errno), err)
 	}
-}
-
-// resetFor answers an IPv4 SYN with RST (RFC 9293, section 3.10.7.1).
-func resetFor(syn []byte) []byte {
-	tcp := syn[int(syn[0]&15)*4:]
-	b := make([]byte, 40)
-	b[0], b[3], b[8], b[9] = 0x45, 40, 64, unix.IPPROTO_TCP
-	copy(b[12:], syn[16:20])
-	copy(b[16:], syn[12:16])
-	copy(b[20:], tcp[2:4])
-	copy(b[22:], tcp[0:2])
-	ack := uint32(tcp[4])<<24 | uint32(tcp[5])<<16 | uint32(tcp[6])<<8 | uint32(tcp[7]) + 1
-	b[28], b[29], b[30], b[31] = byte(ack>>24), byte(ack>>16), byte(ack>>8), byte(ack)
-	b[32], b[33] = 5<<4, 0x14
-	sum := func(parts ...[]byte) uint16 {
-		var s uint32
-		for _, p := range parts {
-			for i := 0; i+1 < len(p); i += 2 {
-				s += uint32(p[i])<<8 | uint32(p[i+1])
-			}
-		}
-		for s > 0xffff {
-			s = s>>16 + s&0xffff
-		}
-		return ^uint16(s)
-	}
-	c := sum(b[:20])
-	b[10], b[11] = byte(c>>8), byte(c)
-	c = sum(b[12:20], []byte{0, unix.IPPROTO_TCP, 0, 20}, b[20:])
-	b[36], b[37] = byte(c>>8), byte(c)
-	return b
 }
 
 func TestNetnsClosedFailsAtOnce(t *testing.T) {
@@ -397,8 +366,8 @@ func TestNetnsOwners(t *testing.T) {
 	cfg := testConfig(l.pod)
 	cfg.StateDir = t.TempDir()
 
-	otherPID, _ := startOwner(t, other.pod, t.TempDir()) // same name of device, not to be mistaken for the owner
-	pid, kill := startOwner(t, l.pod, cfg.StateDir)
+	otherPID, _ := startOwner(t, other.pod, t.TempDir(), "") // same name of device, not to be mistaken for the owner
+	pid, kill := startOwner(t, l.pod, cfg.StateDir, "")
 	during := dump(t, l.pod)
 	if err := InUse(newLab(t, true).pod, ""); err != nil {
 		t.Errorf("InUse of a netns without a device: %v", err)
@@ -438,7 +407,7 @@ func TestNetnsRemoveAfterCrash(t *testing.T) {
 	l := newLab(t, true)
 	before := dump(t, l.pod)
 	cfg := Config{Netns: l.pod, StateDir: t.TempDir()}
-	_, kill := startOwner(t, l.pod, cfg.StateDir)
+	_, kill := startOwner(t, l.pod, cfg.StateDir, "")
 	kill()
 	for range 2 {
 		must(t, Remove(t.Context(), cfg))

@@ -48,7 +48,7 @@ func TestNetnsLeftoversNameTheDeadOnesPod(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, true)
 	cfg := Config{Netns: l.pod, StateDir: t.TempDir()}
-	_, kill := startOwner(t, l.pod, cfg.StateDir)
+	_, kill := startOwner(t, l.pod, cfg.StateDir, "")
 	kill()
 	dev, ino := l.pod.ID()
 	got, err := Leftovers(cfg.StateDir)

@@ -99,6 +99,50 @@ func (s *setup) removeLeftovers() (err error) {
 	return s.remove()
 }
 
+// cutDelivered ends the application's sockets that carry the mark of deliveries, where flows were steered. Their other end is a
+// socket of ztun's; without the rules what they send next would go to the network, in clear.
+func (s *setup) cutDelivered() error {
+	steered := false
+	if s.link != nil {
+		ours, err := s.filtersOf(deviceFilter, s.link.Attrs().Index)
+		if err != nil {
+			return err
+		}
+		steered = len(ours) > 0
+	}
+	if !steered {
+		return nil
+	}
+	rules, err := s.h.RuleList(unix.AF_INET)
+	if err != nil {
+		return fmt.Errorf("rules: %w", err)
+	}
+	at := slices.IndexFunc(rules, func(r netlink.Rule) bool {
+		return r.Protocol == protocol && r.Priority == prefDelivery && r.Mask != nil
+	})
+	if at < 0 {
+		return nil
+	}
+	mark, mask := rules[at].Mark, *rules[at].Mask
+	var cut []diagSocket
+	if err := eachSocket(func(d *diagSocket) {
+		if d.info.Mark&mask == mark {
+			cut = append(cut, *d)
+		}
+	}); err != nil {
+		return fmt.Errorf("sockets: %w", err)
+	}
+	for _, d := range cut {
+		if err := d.destroy(); errors.Is(err, unix.EOPNOTSUPP) {
+			s.log.Warn("connections that ztun carried are left to the network: the kernel cannot end them", "sockets", len(cut))
+			break
+		} else if err != nil && !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("end socket from %s to %s: %w", d.local, d.remote, err)
+		}
+	}
+	return nil
+}
+
 func (s *setup) hasOurRules() (bool, error) {
 	for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
 		rules, err := s.h.RuleList(family)
@@ -115,7 +159,10 @@ func (s *setup) hasOurRules() (bool, error) {
 // remove takes everything of ztun's away, in the reverse order of run. It goes by what is there, not by what was done, so
 // that it works for any start, however far that came.
 func (s *setup) remove() error {
-	// First: without the rules nothing gives the application's connections the mark that it asks for.
+	if err := s.cutDelivered(); err != nil {
+		return err
+	}
+	// Before the rules: without them nothing gives the application's connections the mark that it asks for.
 	if err := s.removeFilters(guardFilter); err != nil {
 		return err
 	}

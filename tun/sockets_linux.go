@@ -22,7 +22,7 @@ const (
 	sizeofInetDiagReq = 56
 	sizeofInetDiagMsg = 72
 
-	tcpListen = 10 // include/net/tcp_states.h
+	tcpListen = 10        // include/net/tcp_states.h
 	allStates = 1<<12 - 1 // up to TCP_CLOSING
 
 	noCookie = ^uint64(0) // any

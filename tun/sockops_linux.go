@@ -122,7 +122,7 @@ func newSockops(cfg *SteeringConfig) (_ backend, err error) {
 	if err := spec.LoadAndAssign(&b.progs, nil); err != nil {
 		return nil, err
 	}
-	sockets, err := b.loadSockets(cfg.noBTF)
+	sockets, err := b.loadSockets(cfg)
 	if err != nil {
 		return nil, err
 	}
@@ -143,11 +143,13 @@ func newSockops(cfg *SteeringConfig) (_ backend, err error) {
 }
 
 // loadSockets loads the program of sockets. The one that can read the error of a socket needs the kernel's BTF.
-func (b *sockops) loadSockets(noBTF bool) (*ebpf.Program, error) {
-	if !noBTF {
-		if prog, err := b.loadProgram("ztun_sockets"); err == nil {
+func (b *sockops) loadSockets(cfg *SteeringConfig) (*ebpf.Program, error) {
+	if !cfg.noBTF {
+		prog, err := b.loadProgram("ztun_sockets")
+		if err == nil {
 			return prog, nil
 		}
+		cfg.Log.Info("errors of connections in the kernel are not known", "reason", err)
 	}
 	return b.loadProgram("ztun_sockets_old")
 }

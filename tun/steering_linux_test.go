@@ -1,9 +1,12 @@
 package tun
 
 import (
+	"bytes"
 	"context"
 	"fmt"
+	"log/slog"
 	"net/netip"
+	"os"
 	"sync"
 	"testing"
 
@@ -98,6 +101,22 @@ func (l *steeredLab) wantEnded(t *testing.T, want ...EndedFlow) {
 		t.Errorf("ended (-want +got):\n%s", diff)
 	}
 	l.ended = nil
+}
+
+// What the kernel has BTF for, is loaded: the fallbacks are for others.
+func TestNetnsSteerWithAllThatTheKernelHas(t *testing.T) {
+	t.Parallel()
+	needPrivilege(t)
+	if _, err := os.Stat("/sys/kernel/btf/vmlinux"); err != nil {
+		t.Skip("this kernel has no BTF")
+	}
+	var log bytes.Buffer
+	s, err := NewSteering(SteeringConfig{Mode: SteerBySockops, Marks: testConfig(nil).Marks, Log: slog.New(slog.NewTextHandler(&log, nil))})
+	must(t, err)
+	defer s.Close()
+	if log.Len() > 0 {
+		t.Errorf("NewSteering says:\n%s", log.String())
+	}
 }
 
 func always(w Way) func(src, dst netip.AddrPort) Way {

@@ -1,4 +1,4 @@
-// SPDX-License-Identifier: Apache-2.0
+// SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only
 
 // Steering. The SYN of each flow is decided about in user space, and written back to the device when the flow is to go on;
 // what was decided stands in the map flows until the flow has come to be. From then on it stands in the application's own
@@ -443,10 +443,14 @@ int ztun_lookup(struct bpf_sk_lookup *ctx)
 }
 
 // What is read of a socket where the kernel has BTF, relocated when the program is loaded.
+struct sock_common {
+	volatile unsigned char skc_state;
+	unsigned long skc_flags;
+} __attribute__((preserve_access_index));
+
 struct sock {
+	struct sock_common __sk_common;
 	int sk_err;
-	int sk_err_soft;
-	unsigned long sk_flags;
 	unsigned int sk_mark;
 } __attribute__((preserve_access_index));
 
@@ -460,10 +464,6 @@ struct inet_connection_sock {
 
 struct tcp_sock {
 	struct inet_connection_sock inet_conn;
-} __attribute__((preserve_access_index));
-
-struct sock_common {
-	volatile unsigned char skc_state;
 } __attribute__((preserve_access_index));
 
 #define SOCK_DONE 1 // of enum sock_flags: the peer's FIN was received
@@ -544,7 +544,7 @@ static __always_inline void ended(struct bpf_sock_ops *ctx, struct bpf_sock *sk,
 
 		if (tp)
 			e.err = tp->inet_conn.icsk_inet.sk.sk_err;
-		if (tp && h && old == BPF_TCP_FIN_WAIT2 && (tp->inet_conn.icsk_inet.sk.sk_flags & (1 << SOCK_DONE)))
+		if (tp && h && old == BPF_TCP_FIN_WAIT2 && (tp->inet_conn.icsk_inet.sk.__sk_common.skc_flags & (1 << SOCK_DONE)))
 			h->fins |= FIN_RECEIVED;
 	} else if (h && old == BPF_TCP_FIN_WAIT2) {
 		h->fins |= FIN_RECEIVED; // as a rule
@@ -714,4 +714,5 @@ int ztun_enrol(struct bpf_iter__tcp *ctx)
 	return 0;
 }
 
-char _license[] SEC("license") = "Apache-2.0";
+// The kernel lets only programs under the GPL look into a socket, and iterate over them.
+char _license[] SEC("license") = "GPL";
