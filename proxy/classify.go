@@ -62,7 +62,7 @@ func classifyOpen(e *hbone.OpenError) (telemetry.Flag, telemetry.Reason) {
 	if status, ok := errors.AsType[*hbone.StatusError](e); ok {
 		switch status.Code {
 		case 401, 403:
-			return telemetry.FlagDeny, telemetry.ReasonPolicy
+			return telemetry.FlagConnect, telemetry.ReasonPolicy // DENY is the peer's to count
 		case 400:
 			return telemetry.FlagConnect, telemetry.ReasonBadRequest
 		}

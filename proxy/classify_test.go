@@ -42,7 +42,7 @@ func TestErrorsAreCountedByFlagAndReason(t *testing.T) {
 		{noRoute(telemetry.ReasonWaypoint, "x"), telemetry.FlagConnect, telemetry.ReasonWaypoint},
 		{open(hbone.PhaseHandshake, hbone.ErrUnknownPeer), telemetry.FlagTLSFailure, telemetry.ReasonTLS},
 		{open(hbone.PhaseHandshake, context.DeadlineExceeded), telemetry.FlagHandshake, telemetry.ReasonTimeout},
-		{open(hbone.PhaseResponse, &hbone.StatusError{Code: 401}), telemetry.FlagDeny, telemetry.ReasonPolicy},
+		{open(hbone.PhaseResponse, &hbone.StatusError{Code: 401}), telemetry.FlagConnect, telemetry.ReasonPolicy},
 		{open(hbone.PhaseResponse, &hbone.StatusError{Code: 503}), telemetry.FlagConnect, telemetry.ReasonRefused},
 		{errors.New("anything"), telemetry.FlagConnect, telemetry.ReasonOther},
 	}

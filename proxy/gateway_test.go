@@ -234,7 +234,7 @@ func TestGatewayFails(t *testing.T) {
 	}{
 		{"DP-68 the peer is somebody else", func(n *network) { n.who = somebody }, "RST", `beyond the gateway: peer did not present an accepted identity`},
 		{"DP-68 the service has no names", func(n *network) { n.echo.SubjectAltNames = nil }, "RST", `beyond the gateway: peer did not present an accepted identity`},
-		{"the peer denies", func(n *network) { n.deny = true }, "RST", `beyond the gateway: http status: 401 Unauthorized: policy" response_flags="DENY"`},
+		{"the peer denies", func(n *network) { n.deny = true }, "RST", `beyond the gateway: http status: 401 Unauthorized: policy" response_flags="CONNECT"`},
 		{"nobody is beyond the gateway", func(n *network) { n.hold = true }, "nothing", `beyond the gateway: context deadline exceeded" response_flags="H2_HANDSHAKE_FAILURE"`},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

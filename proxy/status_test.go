@@ -147,7 +147,9 @@ func TestStatusTellsWhatTheSetUpTook(t *testing.T) {
 	t.Run("FP-139 over a tunnel", func(t *testing.T) {
 		c := newChain(t)
 		client, server := c.pair(t)
+		traces := make(map[string]int)
 		for _, x := range openConns(c.bench) {
+			traces[x.TraceID]++
 			s := x.Status(c.Group().Now())
 			if x.Direction == telemetry.Outbound && !s.Tunnel.IsValid() {
 				t.Errorf("the outbound connection names no tunnel: %+v", s)
@@ -155,6 +157,9 @@ func TestStatusTellsWhatTheSetUpTook(t *testing.T) {
 			if x.TraceID == "" || len(strings.Trim(x.TraceID, "0123456789abcdef")) > 0 {
 				t.Errorf("trace id %q", x.TraceID)
 			}
+		}
+		if len(traces) != 1 {
+			t.Errorf("both ends of one connection have the traces %v, want one", traces)
 		}
 		client.Close()
 		server.Close()
