@@ -382,7 +382,9 @@ func (q *notedRequest) Unreachable(c stack.Cause) {
 func (q *notedRequest) Drop() { q.answered("none"); q.TCPRequest.Drop() }
 
 func (q *notedRequest) answered(how string) {
-	q.n.answer = how
+	if q.f.Cut != replay.CutEnd { // what is cut then has no answer yet
+		q.n.answer = how
+	}
 	q.r.player.Over(q.f)
 }
 

@@ -2,13 +2,17 @@ package node
 
 import (
 	"bytes"
+	"compress/gzip"
+	"encoding/binary"
 	"encoding/json"
 	"fmt"
 	"math/rand/v2"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"runtime"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -155,5 +159,230 @@ func FuzzReplay(f *testing.F) {
 		replayBytes(t, st, b, func(c *ReplayConfig) {
 			c.Peer, c.Checksums, c.Decap = replay.Peer(how%5), replay.Checksums(how>>3%3), how&0x80 != 0
 		})
+	})
+}
+
+// echoed plays a capture to an echo, and returns what the netstack sent to each port of the client, in the order of the bytes.
+func echoed(t *testing.T, capture []byte) map[uint16]string {
+	t.Helper()
+	var file bytes.Buffer
+	replayBytes(t, replayState(t), capture, func(c *ReplayConfig) {
+		c.Peer, c.Played = replay.PeerEcho, replay.NewWriter(&file, "test", 0, "pod")
+	})
+	source, err := replay.NewSource(replay.SourceConfig{Paths: []string{"-"}, Stdin: &file})
+	if err != nil {
+		t.Fatal(err)
+	}
+	first, got := make(map[uint16]uint32), make(map[uint16]string)
+	var p replay.Packet
+	for source.Next(&p) == nil {
+		ip := p.Data
+		tcp := ip[int(ip[0]&15)*4:]
+		if binary.BigEndian.Uint16(tcp) != 80 {
+			continue
+		}
+		port, seq, data := binary.BigEndian.Uint16(tcp[2:]), binary.BigEndian.Uint32(tcp[4:]), string(tcp[int(tcp[12]>>4)*4:])
+		if tcp[13]&2 != 0 { // SYN
+			first[port], got[port] = seq+1, ""
+		} else if at := int(seq - first[port]); at == len(got[port]) {
+			got[port] += data
+		}
+	}
+	if problems := source.Problems(); problems != nil {
+		t.Error(problems)
+	}
+	return got
+}
+
+// Segments in any order, again, overlapping, and resets that are and are not at their place.
+func TestReplayOfTrouble(t *testing.T) {
+	b := replaySamplesOf(t)["trouble.pcap"]
+	got := echoed(t, b)
+	for _, tt := range []struct {
+		name string
+		port uint16
+		want string
+	}{
+		{"FP-76/of overlapping segments the first bytes count", 42001, "abcdefGHIJKLMNop"},
+		{"FP-76/duplicates, and data before the last ACK of the handshake", 42002, "firstsecond"},
+		{"FP-76/resets in and out of the window that are not at their place", 42003, "alive still"},
+		{"FP-76/a reset at its place", 42004, "going"},
+		{"FP-76/ports that are used again", 42005, "new"},
+		{"FP-76/a hole of the capture", 42006, "\x00\x00\x00\x00\x00\x00behind a hole"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			if got[tt.port] != tt.want {
+				t.Errorf("the application got back %q, want %q", got[tt.port], tt.want)
+			}
+		})
+	}
+}
+
+// What is not there from its beginning is told as such, and nothing is decided about it.
+func TestReplayFromTheMiddle(t *testing.T) {
+	t.Run("FP-77", func(t *testing.T) {
+		out, report := replayBytes(t, replayState(t), replaySamplesOf(t)["midstream.pcap"], nil)
+		var f ReplayFlow
+		if err := json.NewDecoder(bytes.NewReader([]byte(out))).Decode(&f); err != nil {
+			t.Fatal(err)
+		}
+		want := ReplayFlow{
+			Type: "flow", ID: 1, Start: "2026-03-01T12:00:00.000000000Z", End: "2026-03-01T12:00:00.003000000Z", Direction: "outbound",
+			Src: "10.244.1.10:40000", Dst: "10.96.0.10:80", Class: "midstream", Close: "its beginning is not in the capture: nothing was decided",
+			Recorded: ReplayCounts{Sent: replay.Count{Packets: 4, Bytes: 53}, Received: replay.Count{Packets: 3, Bytes: 63}},
+		}
+		if diff := cmp.Diff(want, f); diff != "" {
+			t.Errorf("(-want +got):\n%s", diff)
+		}
+		if n := report.Stack["received"]; n != 0 {
+			t.Errorf("the netstack got %d packets, want none", n)
+		}
+	})
+}
+
+// Whoever is at the other end: what becomes of a conversation.
+func TestReplayPeers(t *testing.T) {
+	for _, tt := range []struct {
+		name                string
+		peer                replay.Peer
+		answer, close       string
+		sent, received      uint64
+		resolved, forwarded string
+	}{
+		{"recorded", replay.PeerRecorded, "accepted", "ended", 53, 63, "NOERROR", "NOERROR"},
+		{"none", replay.PeerNone, "", "the capture ends", 0, 0, "NOERROR", "SERVFAIL"},
+		{"accept", replay.PeerAccept, "accepted", "ended", 53, 0, "NOERROR", "SERVFAIL"},
+		{"echo", replay.PeerEcho, "accepted", "ended", 53, 53, "NOERROR", "SERVFAIL"},
+		{"file", replay.PeerFile, "accepted", "ended", 53, 7, "NOERROR", "SERVFAIL"},
+	} {
+		t.Run("T1/"+tt.name, func(t *testing.T) {
+			change := func(c *ReplayConfig) { c.Peer, c.Replies = tt.peer, []byte("replies") }
+			out, _ := replayBytes(t, replayState(t), replaySamplesOf(t)["ipv6.pcap"], change)
+			dec := json.NewDecoder(bytes.NewReader([]byte(out)))
+			for range 2 {
+				var f ReplayFlow
+				if err := dec.Decode(&f); err != nil {
+					t.Fatal(err)
+				}
+				if f.Answer != tt.answer || f.Close != tt.close || f.Sent != tt.sent || f.Received != tt.received {
+					t.Errorf("flow %+v, want %+v", f, tt)
+				}
+			}
+			out, _ = replayBytes(t, replayState(t), replaySamplesOf(t)["dns.pcap"], change)
+			var first, third ReplayAnswer
+			for line := range strings.SplitSeq(strings.TrimSpace(out), "\n") {
+				var a ReplayAnswer
+				if err := json.Unmarshal([]byte(line), &a); err != nil {
+					t.Fatal(err)
+				}
+				switch {
+				case a.Type == "dns" && a.ID == 1:
+					first = a
+				case a.Type == "dns" && a.ID == 3:
+					third = a
+				}
+			}
+			if first.Rcode != tt.resolved || first.By != "mesh" || third.Rcode != tt.forwarded || third.By != "resolver" {
+				t.Errorf("answers %+v and %+v, want %+v", first, third, tt)
+			}
+		})
+	}
+}
+
+// Which pods are served: those that were named, or all of the state.
+func TestReplayLocal(t *testing.T) {
+	capture := replaySamplesOf(t)["denied.pcap"]
+	for _, tt := range []struct {
+		name  string
+		local []netip.Addr
+		want  map[string]int
+	}{
+		{"all", nil, map[string]int{"dropped": 2}},
+		{"the source of one flow", []netip.Addr{netip.MustParseAddr("10.244.1.66")}, map[string]int{"dropped": 1}},
+		{"the destination of the other", []netip.Addr{netip.MustParseAddr("10.244.2.20")}, map[string]int{"dropped": 1}},
+		{"neither", []netip.Addr{netip.MustParseAddr("10.244.1.10")}, map[string]int{}},
+		{"a stranger to the state", []netip.Addr{netip.MustParseAddr("10.9.9.9")}, map[string]int{"dropped": 1}},
+	} {
+		t.Run("T1/"+tt.name, func(t *testing.T) {
+			_, report := replayBytes(t, replayState(t), capture, func(c *ReplayConfig) { c.Local = tt.local })
+			if diff := cmp.Diff(tt.want, report.Records); diff != "" {
+				t.Errorf("(-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+// Wrong checksums are those of a network card while most of a sender's are, and damage otherwise.
+func TestReplayChecksums(t *testing.T) {
+	capture := replaySamplesOf(t)["mesh-http.pcap"]
+	const at, record = 24, 16 + 14 + 20 // file header; record header, Ethernet, IP
+	broken := func(which func(i int, fromClient bool) bool) []byte {
+		b := bytes.Clone(capture)
+		for i, n := 0, at; n < len(b); i++ {
+			tcp := b[n+record:]
+			if which(i, binary.BigEndian.Uint16(tcp) >= 40000) {
+				tcp[16] ^= 0x55
+			}
+			n += 16 + int(binary.LittleEndian.Uint32(b[n+8:]))
+		}
+		return b
+	}
+	all := broken(func(_ int, fromClient bool) bool { return fromClient })
+	one := broken(func(i int, _ bool) bool { return i == 3 }) // the first request
+	for _, tt := range []struct {
+		name    string
+		how     replay.Checksums
+		b       []byte
+		dropped uint64
+		taken   uint64
+		first   uint64 // bytes of the first flow
+	}{
+		{"auto, all of the sender's", replay.ChecksumsAuto, all, 0, 18, 53},
+		{"auto, one", replay.ChecksumsAuto, one, 1, 0, 53}, // the peer had it: zeros
+		{"off", replay.ChecksumsOff, one, 0, 0, 53},
+		{"strict", replay.ChecksumsStrict, one, 1, 0, 53},
+		{"strict, all of the sender's", replay.ChecksumsStrict, all, 18, 0, 0},
+	} {
+		t.Run("T1/"+tt.name, func(t *testing.T) {
+			out, report := replayBytes(t, replayState(t), tt.b, func(c *ReplayConfig) { c.Checksums = tt.how })
+			var f ReplayFlow
+			if err := json.NewDecoder(strings.NewReader(out)).Decode(&f); err != nil {
+				t.Fatal(err)
+			}
+			if f.Sent != tt.first || report.Packets.NotPlayed["checksum"] != tt.dropped || report.Packets.Checksums != tt.taken {
+				t.Errorf("flow %+v\nreport %+v, want %d bytes, %d dropped, %d taken", f, report, tt.first, tt.dropped, tt.taken)
+			}
+		})
+	}
+}
+
+// A small file that unpacks to a large one is played as it comes.
+func TestReplayOfGzipBomb(t *testing.T) {
+	t.Run("T3", func(t *testing.T) {
+		var bomb bytes.Buffer
+		z := gzip.NewWriter(&bomb)
+		header := replaySamplesOf(t)["mesh-http.pcap"][:24]
+		if _, err := z.Write(header); err != nil {
+			t.Fatal(err)
+		}
+		zeros := make([]byte, 1<<20) // packets without a byte, of 1970
+		for range 64 {
+			if _, err := z.Write(zeros); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := z.Close(); err != nil {
+			t.Fatal(err)
+		}
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		_, report := replayBytes(t, replayState(t), bomb.Bytes(), nil)
+		runtime.ReadMemStats(&after)
+		if want := uint64(64 << 20 / 16); report.Packets.Packets != want || report.Packets.NotPlayed["not_ip"] != want {
+			t.Errorf("%+v, want %d packets", report.Packets, want)
+		}
+		if grown := int64(after.Sys - before.Sys); grown > 32<<20 {
+			t.Errorf("a bomb of %d bytes took %d MiB of memory", bomb.Len(), grown>>20)
+		}
 	})
 }

@@ -43,7 +43,7 @@ const (
 	DefaultMTU     = 65535
 	DefaultMaxOpen = 16384 // 8 KiB each, most of it the netstack's (measured)
 
-	maxOver    = 32768           // flows that are over and may still get a packet
+	maxOver    = 8192            // flows that are over and may still get a packet
 	lingerTime = 2 * time.Minute // without a packet, after which a flow that is over is told of: twice the maximum segment lifetime of Linux
 	maxGap     = 24 * time.Hour  // between two packets; the clock does not go further at once
 	maxSenders = 1 << 16         // whose checksums are counted

@@ -53,6 +53,8 @@ func sampleFiles() map[string][]byte {
 		"midstream.pcap":      pcapFile(binary.LittleEndian, false, LinkEthernet, ethernet, midstream()),
 		"one-sided.pcap":      pcapFile(binary.LittleEndian, false, LinkEthernet, ethernet, oneSided()),
 		"refused.pcap":        pcapFile(binary.LittleEndian, false, LinkEthernet, ethernet, refusedByPeer()),
+		"trouble.pcap":        pcapFile(binary.LittleEndian, false, LinkEthernet, ethernet, trouble()),
+		"clock.pcap":          pcapFile(binary.LittleEndian, false, LinkEthernet, ethernet, clock()),
 		"inbound.pcap":        pcapFile(binary.LittleEndian, false, LinkEthernet, ethernet, inboundPlain()),
 	}
 }
@@ -262,6 +264,80 @@ func refusedByPeer() []frame {
 func inboundPlain() []frame {
 	t := new(talk)
 	t.http("10.9.9.9:33000", "10.244.1.10:9090", 1000) // the client has no policies
+	return t.frames
+}
+
+// trouble is what a TCP has to bear (FP-76), each on a connection of its own.
+func trouble() []frame {
+	t := new(talk)
+	at := func(c *call, from, to *side, offset uint32, data string) {
+		t.add(c.segment(from, to, flagACK|flagPSH, from.seq+offset, to.seq, nil, []byte(data)))
+	}
+	end := func(c *call, sent uint32) {
+		c.a.seq += sent
+		c.send(&c.b, &c.a, flagACK, "")
+		c.close()
+	}
+	c := t.call("10.244.1.10:42001", web, 1000, 2000) // overlapping: the first bytes count
+	c.open()
+	at(c, &c.a, &c.b, 0, "abcdef")
+	at(c, &c.a, &c.b, 4, "EFGHIJ")
+	at(c, &c.a, &c.b, 12, "mnop")
+	at(c, &c.a, &c.b, 10, "KLMN")
+	at(c, &c.a, &c.b, 0, "ABCDEFghijklmnop") // all of it again
+	end(c, 16)
+
+	c = t.call("10.244.1.10:42002", web, 1000, 2000) // duplicates, and data before the last ACK of the handshake
+	c.send(&c.a, &c.b, flagSYN, "")
+	t.frames = append(t.frames, t.frames[len(t.frames)-1])
+	c.send(&c.b, &c.a, flagSYN|flagACK, "")
+	at(c, &c.a, &c.b, 0, "first")
+	t.add(c.segment(&c.a, &c.b, flagACK, c.a.seq, c.b.seq, nil, nil))
+	at(c, &c.a, &c.b, 0, "first")
+	at(c, &c.a, &c.b, 5, "second")
+	end(c, 11)
+
+	c = t.call("10.244.1.10:42003", web, 1000, 2000) // resets that are not at the place: RFC 5961, section 3.2
+	c.open()
+	at(c, &c.a, &c.b, 0, "alive")
+	t.add(c.segment(&c.a, &c.b, flagRST, c.a.seq+0x40000000, 0, nil, nil))
+	t.add(c.segment(&c.a, &c.b, flagRST, c.a.seq+9, 0, nil, nil))
+	at(c, &c.a, &c.b, 5, " still")
+	end(c, 11)
+
+	c = t.call("10.244.1.10:42004", web, 1000, 2000) // one that is
+	c.open()
+	at(c, &c.a, &c.b, 0, "going")
+	t.add(c.segment(&c.a, &c.b, flagRST, c.a.seq+5, 0, nil, nil))
+
+	c = t.call("10.244.1.10:42005", web, 1000, 2000) // the same ports again, without an end
+	c.open()
+	at(c, &c.a, &c.b, 0, "old")
+	c = t.call("10.244.1.10:42005", web, 70000, 80000)
+	c.open()
+	at(c, &c.a, &c.b, 0, "new")
+	end(c, 3)
+
+	c = t.call("10.244.1.10:42006", web, 1000, 2000) // bytes that the capture has lost, and the peer had
+	c.open()
+	at(c, &c.a, &c.b, 6, "behind a hole")
+	c.a.seq += 19
+	c.send(&c.b, &c.a, flagACK, "")
+	c.close()
+	return t.frames
+}
+
+// clock has packets whose times go back, and a gap of a year.
+func clock() []frame {
+	t := new(talk)
+	t.http(client, web, 1000)
+	for i := range t.frames {
+		if i%3 == 1 {
+			t.frames[i].at -= 100 * time.Millisecond
+		}
+	}
+	t.now += 365 * 24 * time.Hour
+	t.http("10.244.1.10:40001", web, 3000)
 	return t.frames
 }
 

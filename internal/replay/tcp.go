@@ -257,7 +257,7 @@ func (p *Player) playSegment(f *Flow, k *packet) {
 		}
 	})
 	f.window = k.window >> f.peerShift
-	if k.flags&flagACK != 0 && f.peerSeen {
+	if k.flags&flagACK != 0 && f.peerSeen && (!f.auto || f.stream != nil) {
 		if a := relative(k.ack, f.peerISN+1, f.acked); a <= f.down.next+int64(f.down.held)+maxLoss { // else it is damaged
 			f.acked = max(f.acked, a)
 		}
