@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -26,9 +27,9 @@ import (
 
 // replayFlags are the flags of ztun replay.
 type replayFlags struct {
-	state, compare, network, expect, write, report, peer, checksum, speed, only string
-	local, dirs                                                                 []string
-	recursive, decap, netSet                                                    bool
+	state, compare, network, expect, write, report, peer, checksum, speed, only, anonymize, seed string
+	local, dirs                                                                                  []string
+	recursive, decap, netSet                                                                     bool
 }
 
 func newReplay() *cobra.Command {
@@ -63,6 +64,8 @@ Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could n
 	fs.StringVar(&f.only, "only", "", "play one thing only: `ID` of a flow or question, ADDRESS:PORT, ADDRESS, or NAMESPACE/NAME of a workload")
 	fs.StringVar(&f.expect, "expect", "", "compare with `FILE`, JSON lines or text as it has them, and print the difference")
 	fs.StringVar(&f.write, "write-pcap", "", "write `FILE` (pcapng): what the netstack has read and sent; with --only the packets as they were captured")
+	fs.StringVar(&f.anonymize, "anonymize", "", "play nothing; write the packets to `FILE` (pcapng) with other addresses and names and without payload, and the state in the same way to FILE.state.json")
+	fs.StringVar(&f.seed, "seed", "", "what --anonymize depends on: the same `TEXT`, to be kept secret, gives the same addresses and names; the default is random")
 	fs.StringVar(&f.report, "report", "", "write `FILE` (JSON): counts of packets and records, and what could not be used")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		f.netSet = fs.Changed("network")
@@ -75,6 +78,12 @@ func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err erro
 	cfg, err := f.config(cmd.InOrStdin(), args)
 	if err != nil {
 		return usageError{fmt.Errorf("ztun replay: %w", err)}
+	}
+	if f.anonymize != "" {
+		if err := f.writeAnonymized(cfg, cmd.ErrOrStderr()); err != nil {
+			return fmt.Errorf("ztun replay: --anonymize: %w", err)
+		}
+		return problems(cmd.ErrOrStderr(), cfg.Source.Problems())
 	}
 	var expected []byte
 	if f.expect != "" {
@@ -130,16 +139,57 @@ func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err erro
 			return fmt.Errorf("ztun replay: --report: %w", err)
 		}
 	}
-	for _, p := range report.Problems {
-		_, _ = fmt.Fprintf(cmd.ErrOrStderr(), "ztun: %s\n", p) // nobody is left to tell
-	}
-	switch {
-	case differing > 0:
+	err = problems(cmd.ErrOrStderr(), report.Problems)
+	if differing > 0 {
 		return exitCode(exitDiffers)
-	case len(report.Problems) > 0:
+	}
+	return err
+}
+
+// problems tells what could not be used.
+func problems(stderr io.Writer, list []replay.Problem) error {
+	for _, p := range list {
+		_, _ = fmt.Fprintf(stderr, "ztun: %s\n", p) // nobody is left to tell
+	}
+	if len(list) > 0 {
 		return exitCode(exitPartly)
 	}
 	return nil
+}
+
+// writeAnonymized writes a capture and a state that can be given away.
+func (f *replayFlags) writeAnonymized(cfg *node.ReplayConfig, stderr io.Writer) error {
+	key := []byte(f.seed)
+	if f.seed == "" {
+		key = make([]byte, 32)
+		_, _ = rand.Read(key) // never fails
+	}
+	a := replay.NewAnonymizer(key)
+	state, err := json.MarshalIndent(struct {
+		workload.Dump
+		StaticConfig struct{} `json:"staticConfig"` // by which a dump is told
+		Config       struct {
+			Network string `json:"network"`
+		} `json:"config"`
+	}{Dump: workload.NewDump(workload.NewSnapshot(a.State(cfg.State))), Config: struct {
+		Network string `json:"network"`
+	}{cfg.Network}}, "", "  ")
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(f.anonymize+".state.json", append(state, '\n'), 0o644); err != nil {
+		return err
+	}
+	file, err := os.Create(f.anonymize)
+	if err != nil {
+		return err
+	}
+	buf := bufio.NewWriterSize(file, 256<<10)
+	left, err := a.Capture(cfg.Source, replay.NewWriter(buf, "ztun replay --anonymize", 0, "anonymized"))
+	if left > 0 {
+		_, _ = fmt.Fprintf(stderr, "ztun: %d packets were left out: not IP, or damaged\n", left) // nobody is left to tell
+	}
+	return errors.Join(err, buf.Flush(), file.Close())
 }
 
 // config reads what the flags name.

@@ -2,6 +2,8 @@ package main
 
 import (
 	"bytes"
+	"encoding/json"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -165,6 +167,87 @@ func TestReplayIsToldWhatIsWrong(t *testing.T) {
 			stdout, stderr, code := replayed(t, tt.args...)
 			if code != exitUsage || stdout != "" || !strings.Contains(stderr, tt.want) {
 				t.Errorf("exit code %d, want 2; stdout %q; stderr %q, want %q in it", code, stdout, stderr, tt.want)
+			}
+		})
+	}
+}
+
+// An anonymized capture does what the real one does, and has nothing of it.
+func TestReplayAnonymized(t *testing.T) {
+	names, err := filepath.Glob(filepath.Join(replaySamples, "*.pcap*"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	facts := func(t *testing.T, out string) (list []string) {
+		t.Helper()
+		for line := range strings.SplitSeq(strings.TrimSpace(out), "\n") {
+			var r struct {
+				Type, Class, Answer, Close, By, Rcode, Query string
+				ID, Sent, Received                           uint64
+				Answers                                      []string
+				Policy                                       struct{ Allowed bool }
+			}
+			if err := json.Unmarshal([]byte(line), &r); err != nil {
+				t.Fatal(err)
+			}
+			list = append(list, fmt.Sprint(r.Type, r.ID, r.Class, r.Answer, r.Close, r.By, r.Rcode, r.Query, r.Sent, r.Received, len(r.Answers), r.Policy.Allowed))
+		}
+		return list
+	}
+	for _, name := range names {
+		base := filepath.Base(name)
+		if base == "disorder.pcap" || base == "unsupported.pcapng" {
+			continue // pieces of DNS messages become zeros; packets that cannot be read are left out
+		}
+		t.Run("T2/"+base, func(t *testing.T) {
+			want, _, code := replayed(t, "-o", "json", name)
+			file := filepath.Join(t.TempDir(), "anonymous.pcapng")
+			if stdout, stderr, got := replayed(t, "--anonymize", file, "--seed", "a seed", name); got != code || stdout != "" {
+				t.Fatalf("exit code %d, want %d; stdout %s, stderr %s", got, code, stdout, stderr)
+			}
+			var out, errs bytes.Buffer
+			if code := run(t.Context(), []string{"replay", "--state", file + ".state.json", "-o", "json", file}, nil, &out, &errs); code != exitOK {
+				t.Fatalf("exit code %d; stderr %s", code, errs.String())
+			}
+			if diff := cmp.Diff(facts(t, want), facts(t, out.String())); diff != "" {
+				t.Errorf("(-real +anonymous):\n%s", diff)
+			}
+			for _, file := range []string{file, file + ".state.json"} {
+				b, err := os.ReadFile(file)
+				if err != nil {
+					t.Fatal(err)
+				}
+				for _, secret := range []string{"shop", "web", "intruder", "10.244.", "\x0a\xf4\x01", "\x0a\x60\x00\x0a", "example", "HTTP", "hello"} {
+					if bytes.Contains(b, []byte(secret)) {
+						t.Errorf("%s has %q", filepath.Base(file), secret)
+					}
+				}
+			}
+		})
+	}
+}
+
+// One thing of a capture: what becomes of it is the same, and so is what is written of it.
+func TestReplayOfOneThing(t *testing.T) {
+	for _, tt := range []struct{ name, only, capture string }{
+		{"a flow", "3", "mesh-http.pcap"},
+		{"an address and port", "10.244.1.10:40001", "mesh-http.pcap"},
+		{"an address", "192.0.2.80", "mesh-http.pcap"},
+		{"a workload", "shop/intruder", "denied.pcap"},
+		{"a question", "3", "dns.pcap"},
+	} {
+		t.Run("T2/"+tt.name, func(t *testing.T) {
+			capture := filepath.Join(replaySamples, tt.capture)
+			all, _, _ := replayed(t, "-o", "json", capture)
+			file := filepath.Join(t.TempDir(), "small.pcapng")
+			one, stderr, code := replayed(t, "-o", "json", "--only", tt.only, "--write-pcap", file, capture)
+			if code != exitOK || strings.Count(one, "\n") != 1 || !strings.Contains(all, one) {
+				t.Fatalf("exit code %d, stdout %s, stderr %s; want one of\n%s", code, one, stderr, all)
+			}
+			again, stderr, code := replayed(t, "-o", "json", file)
+			_, want, _ := strings.Cut(one, `"start"`)
+			if _, got, _ := strings.Cut(again, `"start"`); code != exitOK || got != want {
+				t.Errorf("exit code %d, stderr %s; the small capture gives\n%s\nwant\n%s", code, stderr, got, want)
 			}
 		})
 	}

@@ -140,7 +140,7 @@ type replayRun struct {
 	player  *replay.Player
 	stack   *stack.Stack
 	reading <-chan error
-	stop    context.CancelFunc // ends what waits, and the reader
+	stop    context.CancelCauseFunc // ends what waits, and the reader
 	base    context.Context
 	pods    map[netip.Addr]*replayPod
 	random  uint64 // state of the generator
@@ -165,7 +165,7 @@ func (r *replayRun) start(at int64) (err error) {
 	}
 	r.findPods()
 	r.manual = loop.NewManual(time.Unix(0, at).UTC())
-	r.base, r.stop = context.WithCancel(context.Background())
+	r.base, r.stop = context.WithCancelCause(context.Background())
 	group := r.manual.Group()
 	r.records, err = telemetry.NewRecorder(telemetry.Config{Now: group.Now, Log: r.cfg.Log, Ended: r.ended, Classify: proxy.ClassifyError})
 	if err != nil {
@@ -498,7 +498,7 @@ func (r *replayRun) end() error {
 		}
 		r.manual.Settle()
 	})
-	r.stop()
+	r.stop(errCaptureEnds)
 	for waiting := true; waiting; {
 		r.manual.Settle()
 		select {

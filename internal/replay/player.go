@@ -46,7 +46,7 @@ const (
 	maxOver    = 8192            // flows that are over and may still get a packet
 	lingerTime = 2 * time.Minute // without a packet, after which a flow that is over is told of: twice the maximum segment lifetime of Linux
 	maxGap     = 24 * time.Hour  // between two packets; the clock does not go further at once
-	maxSenders = 1 << 16         // whose checksums are counted
+	maxSenders = 1 << 16         // whose checksums are counted, and questioners whose answers are kept
 )
 
 // A Config says how packets are played. Manual, Local and Done are required.
@@ -87,6 +87,7 @@ type Player struct {
 	asked   uint64 // id of the question that is played
 	frags   defragmenter
 	senders map[netip.Addr]*[2]uint32 // right and wrong checksums
+	chosen  map[pair]bool             // by resolver and client: their answers are kept, too
 
 	mu       sync.Mutex // guards below, and the fields of flows
 	flows    map[pair]*Flow
@@ -127,7 +128,7 @@ func New(cfg Config) (*Player, error) {
 		cfg.MaxOpen = DefaultMaxOpen
 	}
 	p := &Player{
-		cfg: cfg, m: cfg.Manual, now: cfg.Start, flows: make(map[pair]*Flow), senders: make(map[netip.Addr]*[2]uint32), waiting: make(map[pair][]*exchange),
+		cfg: cfg, m: cfg.Manual, now: cfg.Start, flows: make(map[pair]*Flow), senders: make(map[netip.Addr]*[2]uint32), chosen: make(map[pair]bool), waiting: make(map[pair][]*exchange),
 		counts: Counts{NotPlayed: make(map[string]uint64), LinkTypes: make(map[string]uint64)},
 	}
 	p.dev = &Device{mtu: DefaultMTU, wrote: p.written}

@@ -22,7 +22,7 @@ func (p *Player) udp(k *packet) {
 		p.question(k)
 	case isDNS(k.src) && p.cfg.Local(k.dst.Addr()):
 		p.counts.Played++
-		if p.cfg.Recorded != nil && p.cfg.Only == nil {
+		if p.chosen[pair{k.src, k.dst}] {
 			p.record(k)
 		}
 		p.answered(pair{k.src, k.dst}, k.captured())
@@ -42,6 +42,9 @@ func (p *Player) question(k *packet) {
 		return
 	}
 	p.record(k)
+	if p.cfg.Recorded != nil && len(p.chosen) < maxSenders {
+		p.chosen[pair{k.dst, k.src}] = true
+	}
 	p.counts.Played++
 	p.asked = f.ID
 	if p.cfg.Seed != nil {

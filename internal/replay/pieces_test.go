@@ -1,0 +1,247 @@
+package replay
+
+import (
+	"bytes"
+	"encoding/binary"
+	"math/rand/v2"
+	"net/netip"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+func parsed(t *testing.T, b []byte) *packet {
+	t.Helper()
+	k := new(packet)
+	if why := k.parse(b, len(b)); why != "" {
+		t.Fatalf("%x: %s", b, why)
+	}
+	return k
+}
+
+// Fragments in any order give the packet; those that overlap, are too many or too late do not (FP-70).
+func TestFragments(t *testing.T) {
+	v4 := udpPacket(netip.MustParseAddrPort("10.0.0.1:1"), netip.MustParseAddrPort("10.0.0.2:2"), bytes.Repeat([]byte("0123456789"), 300))
+	v6 := udpPacket(netip.MustParseAddrPort("[fd00::1]:1"), netip.MustParseAddrPort("[fd00::2]:2"), bytes.Repeat([]byte("0123456789"), 300))
+	for name, ip := range map[string][]byte{"IPv4": v4, "IPv6": v6} {
+		t.Run("FP-70/"+name, func(t *testing.T) {
+			for seed := range uint64(50) {
+				r := rand.New(rand.NewPCG(seed, 2))
+				pieces := cut(ip, 7, 8*(30+r.IntN(60)))
+				r.Shuffle(len(pieces), func(i, j int) { pieces[i], pieces[j] = pieces[j], pieces[i] })
+				var d defragmenter
+				for i, p := range pieces {
+					whole, why := d.add(parsed(t, p), 0)
+					if why != "" || (whole != nil) != (i == len(pieces)-1) {
+						t.Fatalf("seed %d, piece %d of %d: %d bytes, %q", seed, i, len(pieces), len(whole), why)
+					}
+					if whole == nil {
+						if _, why := d.add(parsed(t, p), 0); why != "fragment_again" {
+							t.Fatalf("the same piece again: %q", why)
+						}
+						continue
+					}
+					got, want := parsed(t, whole), parsed(t, ip)
+					if diff := cmp.Diff(string(want.captured()), string(got.captured())); diff != "" || got.src != want.src || got.checkSum() != sumRight {
+						t.Fatalf("seed %d: %v, checksum %v (-want +got):\n%s", seed, got.src, got.checkSum(), diff)
+					}
+				}
+				if d.held != 0 || len(d.open) != 0 {
+					t.Fatalf("%d bytes of %d packets are held", d.held, len(d.open))
+				}
+			}
+		})
+	}
+	for _, tt := range []struct {
+		name string
+		do   func(d *defragmenter) string
+		want string
+	}{
+		{"FP-70/overlapping", func(d *defragmenter) string {
+			p := cut(v6, 7, 800)
+			d.add(parsed(t, p[0]), 0)
+			_, why := d.add(parsed(t, cut(v6, 7, 792)[1]), 0)
+			return why
+		}, "fragment_overlap"},
+		{"FP-70/not a multiple of 8", func(d *defragmenter) string {
+			k := parsed(t, cut(v4, 7, 800)[0])
+			k.b = k.b[:len(k.b)-1]
+			k.length--
+			_, why := d.add(k, 0)
+			return why
+		}, "fragment_malformed"},
+		{"FP-70/beyond the largest packet", func(d *defragmenter) string {
+			k := parsed(t, cut(v4, 7, 800)[1])
+			k.offset = 65528
+			_, why := d.add(k, 0)
+			return why
+		}, "fragment_malformed"},
+		{"FP-70/cut off by the capture", func(d *defragmenter) string {
+			k := parsed(t, cut(v4, 7, 800)[1])
+			k.b = k.b[:40]
+			_, why := d.add(k, 0)
+			return why
+		}, "fragment_cut_off"},
+		{"FP-70/too much at a time", func(d *defragmenter) string {
+			why := ""
+			for id := uint32(0); why == "" && id < 1<<16; id++ {
+				_, why = d.add(parsed(t, cut(v4, id, 2000)[0]), 0)
+			}
+			if d.held > maxFrags {
+				return "too much is held"
+			}
+			return why
+		}, "fragment_limit"},
+		{"FP-70/too late", func(d *defragmenter) string {
+			p := cut(v4, 7, 2000)
+			d.add(parsed(t, p[0]), 0)
+			if whole, why := d.add(parsed(t, p[1]), fragTime4); whole != nil || why != "" {
+				return "after its time it is whole"
+			}
+			return "held"
+		}, "held"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			if got := tt.do(new(defragmenter)); got != tt.want {
+				t.Errorf("%q, want %q", got, tt.want)
+			}
+		})
+	}
+}
+
+func TestDecap(t *testing.T) {
+	in := tcpPacket(netip.MustParseAddrPort(client), netip.MustParseAddrPort(web), 1, 2, flagACK, 3, nil, []byte("hello"))
+	a, b := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")
+	udp := func(port uint16, head, data []byte) []byte {
+		return udpPacket(netip.AddrPortFrom(a, 5000), netip.AddrPortFrom(b, port), append(head, data...))
+	}
+	gre := func(flags byte, kind uint16, more int, data []byte) []byte {
+		h := binary.BigEndian.AppendUint16([]byte{flags, 0}, kind)
+		return ipPacket(a, b, protoGRE, append(append(h, make([]byte, more)...), data...))
+	}
+	for _, tt := range []struct {
+		name string
+		b    []byte
+		want bool
+	}{
+		{"GRE", gre(0, etherIPv4, 0, in), true},
+		{"GRE with checksum, key and sequence", gre(0xb0, etherIPv4, 12, in), true},
+		{"GRE with Ethernet", gre(0x20, etherBridge, 4, ethernet(in)), true},
+		{"GRE with something else", gre(0, 0x88be, 0, in), false},
+		{"VXLAN", udp(portVXLAN, []byte{8, 0, 0, 0, 0, 0, 1, 0}, ethernet(in)), true},
+		{"VXLAN on Linux's port, with VLAN", udp(portVXLANLinux, []byte{8, 0, 0, 0, 0, 0, 1, 0}, vlan(in, 5)), true},
+		{"VXLAN without network", udp(portVXLAN, []byte{0, 0, 0, 0, 0, 0, 1, 0}, ethernet(in)), false},
+		{"Geneve with options", udp(portGeneve, append([]byte{2, 0, 0x65, 0x58, 0, 0, 1, 0}, make([]byte, 8)...), ethernet(in)), true},
+		{"Geneve with IP", udp(portGeneve, []byte{0, 0, 0x08, 0, 0, 0, 1, 0}, in), true},
+		{"Geneve of another version", udp(portGeneve, []byte{0x40, 0, 0x08, 0, 0, 0, 1, 0}, in), false},
+		{"UDP", udp(99, nil, in), false},
+		{"nothing within", udp(portVXLAN, nil, nil), false},
+	} {
+		t.Run("T1/"+tt.name, func(t *testing.T) {
+			k := parsed(t, tt.b)
+			at := inner(k)
+			if (at > 0) != tt.want || tt.want && !bytes.Equal(k.b[at:], in) {
+				t.Errorf("inner(%x) = %d, want the packet at %d", tt.b, at, len(tt.b)-len(in))
+			}
+		})
+	}
+}
+
+// SACK blocks are in the netstack's numbers, and only of what it has sent and that is not acknowledged.
+func TestSACKIsTranslated(t *testing.T) {
+	f := &Flow{peerISN: 0xfffffff0, stackISN: 500, acked: 100, stackNext: 1000}
+	block := func(list ...uint32) (b []byte) {
+		for _, v := range list {
+			b = binary.BigEndian.AppendUint32(b, f.peerISN+1+v)
+		}
+		return b
+	}
+	for _, tt := range []struct {
+		name string
+		in   []byte
+		want [][2]uint32
+	}{
+		{"one", block(200, 300), [][2]uint32{{701, 801}}},
+		{"three of four", block(200, 300, 400, 500, 600, 700, 800, 900), [][2]uint32{{701, 801}, {901, 1001}, {1101, 1201}}},
+		{"acknowledged already", block(50, 90, 200, 300), [][2]uint32{{701, 801}}},
+		{"not sent in this run", block(900, 1001), nil},
+		{"the wrong way round", block(300, 200), nil},
+		{"half a block", block(300), nil},
+	} {
+		if diff := cmp.Diff(tt.want, f.translateSACK(tt.in)); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", tt.name, diff)
+		}
+	}
+}
+
+// Prefixes, lengths and checksums are kept.
+func TestAnonymizer(t *testing.T) {
+	a, same, other := NewAnonymizer([]byte("k")), NewAnonymizer([]byte("k")), NewAnonymizer([]byte("l"))
+	r := rand.New(rand.NewPCG(3, 3))
+	differs := 0
+	for range 500 {
+		var b [4]byte
+		binary.BigEndian.PutUint32(b[:], r.Uint32())
+		x := netip.AddrFrom4(b)
+		binary.BigEndian.PutUint32(b[:], binary.BigEndian.Uint32(b[:])^1<<r.IntN(32))
+		y := netip.AddrFrom4(b)
+		if keptBits(x) != keptBits(y) {
+			continue
+		}
+		ax, ay := a.Addr(x), a.Addr(y)
+		for bits := range 33 {
+			p, _ := x.Prefix(bits)
+			q, _ := ax.Prefix(bits)
+			if p.Contains(y) != q.Contains(ay) {
+				t.Fatalf("%v, %v become %v, %v: not the same with %d bits", x, y, ax, ay, bits)
+			}
+			if a.Prefix(p) != q {
+				t.Fatalf("prefix %v becomes %v, want %v", p, a.Prefix(p), q)
+			}
+		}
+		if same.Addr(x) != ax {
+			t.Fatalf("%v is %v and %v with the same key", x, ax, same.Addr(x))
+		}
+		if other.Addr(x) != ax {
+			differs++
+		}
+	}
+	if differs < 400 {
+		t.Errorf("another key changed %d of 500 addresses", differs)
+	}
+	for _, w := range []string{"web", "a-very-long-label-of-a-name-that-has-as-many-letters-as-it-may-063", "svc", ""} {
+		if got := a.Word(w); len(got) != len(w) || (got == w) != (w == "svc" || w == "") {
+			t.Errorf("Word(%q) = %q", w, got)
+		}
+	}
+	if got := a.Text("shop/web.shop.svc.cluster.local"); got != a.Word("shop")+"/"+a.Word("web")+"."+a.Word("shop")+".svc.cluster.local" {
+		t.Errorf("Text = %q", got)
+	}
+}
+
+// FuzzAnonymize replaces what is in any packet: it stays as long, can be read as before, and its checksum is right.
+func FuzzAnonymize(f *testing.F) {
+	for _, frames := range [][]frame{meshHTTP(), dns(), disorder(), ipv6(), refusedByPeer()} {
+		for _, p := range frames {
+			f.Add(p.ip)
+		}
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		b = bytes.Clone(b)
+		var before, after packet
+		readable := before.parse(bytes.Clone(b), len(b)) == ""
+		kept := NewAnonymizer([]byte("k")).Packet(b, len(b))
+		if !kept {
+			return
+		}
+		if why := after.parse(b, len(b)); !readable || why != "" {
+			t.Fatalf("%x: readable %v before, %q after", b, readable, why)
+		}
+		if before.length != after.length || before.proto != after.proto || before.src.Port() != after.src.Port() || before.seq != after.seq {
+			t.Fatalf("%+v became %+v", before, after)
+		}
+		if s := after.checkSum(); s == sumWrong || s == sumPartial && before.checkSum() != sumPartial {
+			t.Fatalf("checksum %v of %x", s, b)
+		}
+	})
+}
