@@ -33,6 +33,10 @@ type Config struct {
 	Handler Handler      // decides what becomes of flows
 	Log     *slog.Logger // what an operator can change: limits that were reached. nil: nothing is logged
 
+	// Steerer has the kernel carry or accept TCP flows, so that the netstack never does; nil: there is none, and HandBack returns
+	// ErrUnsupported.
+	Steerer Steerer
+
 	Budget *loop.Budget // of the process's memory for connections; nil: none
 
 	MaxInFlight int     // SYNs without an answer or in a handshake; at the limit the oldest is given up. 0 means 2048

@@ -77,7 +77,8 @@ type TCPRequest interface {
 	// Drop gives no answer; the next SYN of the flow is a new request.
 	Drop()
 
-	// HandBack gives the flow to the kernel from its SYN on, or returns ErrUnsupported, after which another verb is due.
+	// HandBack gives the flow to the kernel from its SYN on, or returns ErrUnsupported or another error than ErrGone, after which
+	// another verb is due.
 	HandBack() error
 }
 

@@ -117,11 +117,8 @@ func (l *link) writePacket(pkt *stack.PacketBuffer) {
 	l.flat.Put(f)
 }
 
-// write writes a complete packet that has headroom before it. It may be called from any goroutine.
-func (l *link) write(buf []byte) {
-	tun.VnetHdr{}.Encode(buf)
-	l.writeFlat([][]byte{buf})
-}
+// write writes a packet that has its header before it. It may be called from any goroutine.
+func (l *link) write(buf []byte) { l.writeFlat([][]byte{buf}) }
 
 func (l *link) writeFlat(bufs [][]byte) {
 	n := len(bufs[0]) - headroom

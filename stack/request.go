@@ -37,6 +37,7 @@ type table struct {
 	requests       map[Flow]*request
 	oldest, newest *request // a list in the order of deadlines
 	handshakes     map[Flow]*request
+	steered        steered
 	closed         bool
 	timer          *loop.Timer // for the oldest deadline, or an earlier one; nil: none
 	warned         time.Time   // when a limit was last logged
@@ -50,8 +51,10 @@ type request struct {
 	t      *table
 	flow   Flow
 	seq    uint32
-	syn    []byte // the packet; immutable
+	raw    []byte // the packet with its headroom, as it was read; immutable
+	syn    []byte // the packet, part of raw
 	header int    // bytes of it that are IP and TCP header
+	born   time.Time
 	cancel context.CancelCauseFunc
 
 	// Guarded by table.mu.
@@ -81,17 +84,24 @@ func (t *table) init(s *Stack) {
 	t.handshakes = make(map[Flow]*request)
 }
 
-// syn takes a SYN; b is borrowed. It is called on the loop of the reader.
-func (t *table) syn(p *packet, b []byte) {
+// syn takes a SYN; vnet and b are borrowed. It is called on the loop of the reader.
+func (t *table) syn(p *packet, vnet, b []byte) {
 	s, flow := t.s, p.flow()
 	t.mu.Lock()
 	old, running := t.requests[flow], t.handshakes[flow]
 	if old != nil && old.seq == p.seq || old == nil && running != nil && running.seq == p.seq {
+		again := s.cfg.Steerer != nil && old.state == handshaking
 		t.mu.Unlock()
-		s.count.duplicates.Add(1) // during a handshake, a lost SYN-ACK is sent again by the netstack's own timer
+		s.count.duplicates.Add(1)
+		if again { // what was written back is lost; the netstack has a timer of its own for that
+			_ = old.steer(s.cfg.Steerer.Accept) // the next one may work
+		}
 		return
 	}
-	if old == nil && running == nil {
+	if s.cfg.Steerer != nil && old == nil && t.known(flow, p.seq, vnet, b) {
+		return
+	}
+	if old == nil && running == nil && s.cfg.Steerer == nil {
 		t.mu.Unlock() // only we add requests
 		if ep, state := s.find(flow); ep != nil && state != tcp.StateTimeWait {
 			// A connection that only we still know of: the netstack answers as RFC 5961, section 4, says, and the
@@ -120,7 +130,8 @@ func (t *table) syn(p *packet, b []byte) {
 	var r *request
 	var ctx context.Context
 	if s.cfg.Limits.Acquire() {
-		r = &request{t: t, flow: flow, seq: p.seq, syn: append([]byte(nil), b[:p.end]...), header: p.payload}
+		r = &request{t: t, flow: flow, seq: p.seq, raw: append(append(make([]byte, 0, headroom+p.end), vnet...), b...), header: p.payload, born: s.cfg.Group.Now()}
+		r.syn = r.raw[headroom:]
 		ctx, r.cancel = context.WithCancelCause(context.Background()) // no parent: it needs no end to be freed
 		t.requests[flow] = r
 		t.pushBack(r)
@@ -300,6 +311,11 @@ func (t *table) begin(r *request, wake func()) {
 		wake()
 		return
 	}
+	if t.s.cfg.Steerer != nil {
+		t.mu.Unlock()
+		t.lead(r, wake)
+		return
+	}
 	if other := t.handshakes[r.flow]; other != nil {
 		other.successor = r
 		t.mu.Unlock()
@@ -475,6 +491,9 @@ func (r *request) Accept(ctx context.Context) (loop.Conn, error) {
 		t.unlink(r)
 	}
 	t.mu.Unlock()
+	if c == nil && t.s.cfg.Steerer != nil {
+		t.s.cfg.Steerer.Unsteer(r.flow)
+	}
 	switch {
 	case waitErr != nil && c != nil:
 		_ = c.Reset() // always succeeds
@@ -507,7 +526,7 @@ func (r *request) Unreachable(cause Cause) {
 		return
 	}
 	s, answer := r.t.s, unreachableFor(r.syn, cause)
-	if age := maxAttempt - r.deadline.Sub(s.cfg.Group.Now()); age < icmpAge {
+	if age := s.cfg.Group.Now().Sub(r.born); age < icmpAge {
 		s.cfg.Group.After(icmpAge-age, func() { s.write(answer) })
 		return
 	}
@@ -516,6 +535,3 @@ func (r *request) Unreachable(cause Cause) {
 
 // Drop implements TCPRequest.
 func (r *request) Drop() { r.take() }
-
-// HandBack implements TCPRequest. It does not use the request up.
-func (r *request) HandBack() error { return ErrUnsupported }

@@ -413,7 +413,7 @@ func TestAccept(t *testing.T) {
 		f := flow4
 		f.Dst = ap("224.0.0.1:80")
 		b := syn(f, 1) // which the parser drops
-		r.s.table.syn(&packet{src: f.Src, dst: f.Dst, proto: TCP, transport: ipv4Len, payload: len(b), end: len(b), flags: flagSYN, seq: 1}, b)
+		r.s.table.syn(&packet{src: f.Src, dst: f.Dst, proto: TCP, transport: ipv4Len, payload: len(b), end: len(b), flags: flagSYN, seq: 1}, make([]byte, headroom), b)
 		o := r.accept(context.Background(), r.asked[0].req)
 		r.until("Accept returns", o.ready)
 		if o.err == nil {

@@ -217,6 +217,12 @@ func (s *Stack) settle() {
 
 // write writes a packet with headroom to the device, unless that is closed. It may be called from any goroutine.
 func (s *Stack) write(buf []byte) bool {
+	tun.VnetHdr{}.Encode(buf)
+	return s.writeBack(buf)
+}
+
+// writeBack is write for a packet that was read from a device: its header says what of its checksum is still to be done.
+func (s *Stack) writeBack(buf []byte) bool {
 	s.life.RLock()
 	defer s.life.RUnlock()
 	if s.dead {
@@ -257,7 +263,7 @@ func (s *Stack) receive(vnet, b []byte) {
 	}
 	switch {
 	case p.flags&(flagSYN|flagACK) == flagSYN:
-		s.table.syn(&p, b[:p.end])
+		s.table.syn(&p, vnet, b[:p.end])
 	case p.flags&flagRST != 0 && s.table.rst(&p):
 	default:
 		s.link.deliver(p.v6, b[:p.payload], b[p.payload:p.end], nil)

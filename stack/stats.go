@@ -43,6 +43,7 @@ type Stats struct {
 	Duplicates uint64              // SYNs of a flow whose request has no answer yet
 	GaveUp     uint64              // requests that the application ended: by RST, or by a SYN with another sequence number
 	Accepted   uint64              // handshakes completed
+	HandedBack uint64              // flows given back to the kernel
 	Datagrams  uint64              // datagrams given to the Handler
 	Strays     uint64              // segments without a connection
 	InFlight   int                 // requests without an answer or in a handshake, now
@@ -50,9 +51,9 @@ type Stats struct {
 }
 
 type counters struct {
-	rxPackets, rxBytes, txPackets, txBytes                              atomic.Uint64
-	requests, duplicates, gaveUp, accepted, datagrams, strays, inFlight atomic.Uint64
-	drops                                                               [dropReasons]atomic.Uint64
+	rxPackets, rxBytes, txPackets, txBytes                                          atomic.Uint64
+	requests, duplicates, gaveUp, accepted, handedBack, datagrams, strays, inFlight atomic.Uint64
+	drops                                                                           [dropReasons]atomic.Uint64
 }
 
 func (c *counters) drop(why DropReason) { c.drops[why].Add(1) }
@@ -63,7 +64,7 @@ func (s *Stack) Stats() Stats {
 	st := Stats{
 		RxPackets: c.rxPackets.Load(), RxBytes: c.rxBytes.Load(),
 		TxPackets: c.txPackets.Load(), TxBytes: c.txBytes.Load(),
-		Requests: c.requests.Load(), Duplicates: c.duplicates.Load(), GaveUp: c.gaveUp.Load(), Accepted: c.accepted.Load(),
+		Requests: c.requests.Load(), Duplicates: c.duplicates.Load(), GaveUp: c.gaveUp.Load(), Accepted: c.accepted.Load(), HandedBack: c.handedBack.Load(),
 		Datagrams: c.datagrams.Load(), Strays: c.strays.Load(), InFlight: int(c.inFlight.Load()),
 	}
 	for i := range st.Drops {

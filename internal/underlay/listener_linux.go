@@ -11,7 +11,7 @@ import (
 	"ztun.dev/ztun/internal/loop"
 )
 
-// backlog is the accept queue of a listener, ztunnel's; peers beyond it retry.
+// backlog is the accept queue of a listener; peers beyond it retry.
 const backlog = 1024
 
 // A Listener is a listening socket as a task: it accepts by system call, without a goroutine.
@@ -31,22 +31,30 @@ type Listener struct {
 // Listen binds and listens on addr for tunnels, with our mark: what it accepts inherits it, so that replies are not captured. An
 // unspecified IPv6 address takes IPv4 as well. Accepting begins with Start.
 func (u *Underlay) Listen(addr netip.AddrPort) (*Listener, error) {
-	return u.listen(addr, u.tune, u.tuneTunnel)
+	return u.listen(addr, backlog, u.mark, u.tune, u.tuneTunnel)
 }
 
 // listenApplications is Listen for connections of applications, whose readers may pause.
 func (u *Underlay) listenApplications(addr netip.AddrPort) (*Listener, error) {
-	return u.listen(addr, u.tune)
+	return u.listen(addr, backlog, u.mark, u.tune)
+}
+
+// mark gives a socket our mark.
+func (u *Underlay) mark(fd int) error {
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(u.cfg.Marks.Own)); err != nil {
+		return markError(err)
+	}
+	return nil
 }
 
 // listen applies options to the listening socket, which what it accepts inherits.
-func (u *Underlay) listen(addr netip.AddrPort, options ...func(fd int) error) (*Listener, error) {
+func (u *Underlay) listen(addr netip.AddrPort, queue int, options ...func(fd int) error) (*Listener, error) {
 	domain, sa := sockaddr(addr)
 	fd, err := u.cfg.Netns.Socket(domain, unix.SOCK_STREAM|unix.SOCK_NONBLOCK, unix.IPPROTO_TCP)
 	if err != nil {
 		return nil, err
 	}
-	if err := u.bindAndListen(fd, domain, sa, options); err != nil {
+	if err := u.bindAndListen(fd, domain, sa, queue, options); err != nil {
 		unix.Close(fd)
 		if errors.Is(err, unix.EADDRINUSE) {
 			return nil, fmt.Errorf("underlay: listen on %s in netns %s: %w; stop the process that holds the port (ss -ltnp in that namespace names it)", addr, u.cfg.Netns, err)
@@ -56,10 +64,7 @@ func (u *Underlay) listen(addr netip.AddrPort, options ...func(fd int) error) (*
 	return &Listener{u: u, fd: fd, addr: addr}, nil
 }
 
-func (u *Underlay) bindAndListen(fd, domain int, sa unix.Sockaddr, options []func(fd int) error) error {
-	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(u.cfg.Marks.Own)); err != nil {
-		return markError(err)
-	}
+func (u *Underlay) bindAndListen(fd, domain int, sa unix.Sockaddr, queue int, options []func(fd int) error) error {
 	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1); err != nil {
 		return fmt.Errorf("SO_REUSEADDR: %w", err)
 	}
@@ -76,7 +81,7 @@ func (u *Underlay) bindAndListen(fd, domain int, sa unix.Sockaddr, options []fun
 	if err := unix.Bind(fd, sa); err != nil {
 		return err
 	}
-	return unix.Listen(fd, backlog)
+	return unix.Listen(fd, queue)
 }
 
 // Start accepts connections and gives each to accept, on a loop; accept must not block.

@@ -24,6 +24,8 @@ type Config struct {
 
 	Descriptors *Descriptors // of the process; nil: connections may take all
 
+	OwnSource bool // deliver from the pod's own address, not from the client's
+
 	// Keepalive finds dead peers (defaults: 45 s, 15 s, 3). On tunnels, whose both ends always read, unacknowledged data may
 	// also not be older than their sum, 90 s (TCP_USER_TIMEOUT). Not on connections of applications: the kernel would cut one
 	// whose reader pauses, because a window of zero counts as no acknowledgement (measured).
@@ -102,7 +104,7 @@ const (
 // talks to; the port is another one. A client that is the pod itself, or of another family, cannot be imitated: then the
 // connection comes from the pod's own address.
 func (u *Underlay) Deliver(ctx context.Context, client, dst netip.AddrPort) (loop.Conn, error) {
-	if client.Addr() == dst.Addr() || client.Addr().Is4() != dst.Addr().Is4() {
+	if u.cfg.OwnSource || client.Addr() == dst.Addr() || client.Addr().Is4() != dst.Addr().Is4() {
 		return u.Dial(ctx, dst)
 	}
 	var c *Conn
@@ -124,15 +126,24 @@ func (u *Underlay) Deliver(ctx context.Context, client, dst netip.AddrPort) (loo
 	return c, nil
 }
 
+// CheckTransparent reports why connections cannot be delivered from the client's address, if they cannot.
+func (u *Underlay) CheckTransparent() error {
+	fd, err := u.cfg.Netns.Socket(unix.AF_INET, unix.SOCK_STREAM, unix.IPPROTO_TCP)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(fd)
+	if err := transparent(unix.AF_INET)(fd); err != nil {
+		return fmt.Errorf("underlay: %w; needs CAP_NET_ADMIN or CAP_NET_RAW", err)
+	}
+	return nil
+}
+
 // bindTransparent binds a socket to an address that is not ours.
 func bindTransparent(fd int, from netip.AddrPort) error {
 	domain, sa := sockaddr(from)
-	level, opt := unix.SOL_IP, unix.IP_TRANSPARENT
-	if domain == unix.AF_INET6 {
-		level, opt = unix.SOL_IPV6, unix.IPV6_TRANSPARENT
-	}
-	if err := unix.SetsockoptInt(fd, level, opt, 1); err != nil {
-		return fmt.Errorf("IP_TRANSPARENT: %w", err)
+	if err := transparent(domain)(fd); err != nil {
+		return err
 	}
 	// Ports of connections in TIME_WAIT may be used again: the 4-tuple is checked at connect.
 	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1); err != nil {
@@ -142,6 +153,20 @@ func bindTransparent(fd int, from netip.AddrPort) error {
 		return fmt.Errorf("bind %s: %w", from, err)
 	}
 	return nil
+}
+
+// transparent lets a socket have an address that is not ours.
+func transparent(domain int) func(fd int) error {
+	level, opt := unix.SOL_IP, unix.IP_TRANSPARENT
+	if domain == unix.AF_INET6 {
+		level, opt = unix.SOL_IPV6, unix.IPV6_TRANSPARENT
+	}
+	return func(fd int) error {
+		if err := unix.SetsockoptInt(fd, level, opt, 1); err != nil {
+			return fmt.Errorf("IP_TRANSPARENT: %w", err)
+		}
+		return nil
+	}
 }
 
 // dial makes a socket with a mark, prepares it, and waits until it is connected.

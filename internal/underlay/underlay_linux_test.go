@@ -441,7 +441,7 @@ func TestNetnsTimersFollowTheConfiguration(t *testing.T) {
 		if tt.peer {
 			options, dial = append(options, v.tuneTunnel), v.DialPeer
 		}
-		l, err := v.listen(netip.MustParseAddrPort("127.0.0.1:7011"), options...)
+		l, err := v.listen(netip.MustParseAddrPort("127.0.0.1:7011"), backlog, append(options, v.mark)...)
 		if err != nil {
 			t.Fatal(err)
 		}
