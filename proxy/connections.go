@@ -120,13 +120,17 @@ func (c *Connections) look(now time.Time) (told int) {
 	return told
 }
 
-// Close tells all connections to end; cause is what their lines say. It does not wait.
+// Close tells all connections to end but those that the kernel carries; cause is what their lines say. It does not wait.
 func (c *Connections) Close(cause error) {
 	c.mu.Lock()
 	pods := slices.Clone(c.pods)
 	c.mu.Unlock()
 	for _, p := range pods {
-		p.each(func(x *connection) { x.Close(cause) })
+		p.each(func(x *connection) {
+			if !x.Kernel() {
+				x.Close(cause)
+			}
+		})
 	}
 }
 

@@ -36,7 +36,9 @@ type bench struct {
 	metrics *prometheus.Registry
 }
 
-func newBench(t *testing.T, m *mesh) *bench {
+func newBench(t *testing.T, m *mesh) *bench { return newBenchWith(t, m, func(*Config) {}) }
+
+func newBenchWith(t *testing.T, m *mesh, change func(*Config)) *bench {
 	t.Helper()
 	b := &bench{Manual: loop.NewManual(epoch), mesh: m, store: new(workload.Store), log: new(syncBuffer), metrics: prometheus.NewRegistry()}
 	b.net = &fakeUnderlay{}
@@ -57,12 +59,13 @@ func newBench(t *testing.T, m *mesh) *bench {
 	watch, stop := context.WithCancel(t.Context())
 	b.Group().Go(watch, func(ctx context.Context) { _ = b.conns.Run(ctx) })
 	b.Settle()
-	b.Proxy, err = New(Config{
+	cfg := Config{
 		Client: &workload.Client{Name: "client", Namespace: "default", ServiceAccount: "client"}, Local: func(a netip.Addr) bool { return a == addrs("10.244.0.5")[0] },
 		Store: b.store, Underlay: b.net, Tunnel: b.tunnel, DNS: echoDNS{}, Resolver: b.names, Records: b.records, Connections: b.conns, Group: b.Group(),
 		Rand: func() uint64 { return 7 }, Log: slog.New(slog.DiscardHandler),
-	})
-	if err != nil {
+	}
+	change(&cfg)
+	if b.Proxy, err = New(cfg); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
@@ -219,6 +222,8 @@ type fakeRequest struct {
 	answer string
 	app    loop.Conn // the application's end, once accepted
 	gone   bool      // the application has given up
+	kernel bool      // takes flows back
+	refuse error     // of the kernel
 }
 
 func request(dst string) *fakeRequest {
@@ -253,7 +258,17 @@ func (r *fakeRequest) Accept(context.Context) (loop.Conn, error) {
 func (r *fakeRequest) Reset()                    { r.say("RST") }
 func (r *fakeRequest) Unreachable(c stack.Cause) { r.say("unreachable " + string('0'+rune(c))) }
 func (r *fakeRequest) Drop()                     { r.say("nothing") }
-func (r *fakeRequest) HandBack() error           { return stack.ErrUnsupported }
+
+func (r *fakeRequest) HandBack() error {
+	switch {
+	case !r.kernel:
+		return stack.ErrUnsupported
+	case r.refuse != nil:
+		return r.refuse
+	}
+	r.say("handed back")
+	return nil
+}
 
 type echoDNS struct{}
 

@@ -39,6 +39,11 @@ func (p *Proxy) authorize(ctx context.Context, c *connection) error {
 		v = p.awaitPolicy(ctx, c)
 	}
 	c.Took(telemetry.StepPolicy, p.cfg.Group.Now().Sub(start))
+	return p.heed(ctx, c, v)
+}
+
+// heed tells a decision, and turns a refusal into an error.
+func (p *Proxy) heed(ctx context.Context, c *connection, v authz.Verdict) error {
 	c.SetPolicy(v.Policy)
 	p.tell(ctx, c, v)
 	if v.Allowed {
@@ -119,12 +124,45 @@ func (p *Proxy) awaitPolicy(ctx context.Context, c *connection) authz.Verdict {
 	return c.decide() // once more, because meanwhile nobody else would have closed it
 }
 
+// inboundAtOnce decides about a plaintext flow to the pod, and gives it back to the kernel if policy allows it; false: it needs a set-up.
+func (p *Proxy) inboundAtOnce(ctx context.Context, req stack.TCPRequest) bool {
+	state := p.cfg.Store.Snapshot()
+	self := state.Local(p.cfg.Client)
+	f := req.Flow()
+	if self == nil || p.cfg.OwnSource || illegalPort(f.Dst.Port()) {
+		return false
+	}
+	conn := p.conns.open(p.cfg.Records, p.inboundFacts(state, self, f), nil)
+	v := conn.decide()
+	if v.Reason == authz.PolicyUnknown {
+		p.cfg.Group.Go(ctx, func(ctx context.Context) { p.admitPlaintext(ctx, req, conn) })
+		return true
+	}
+	if err := p.heed(ctx, conn, v); err != nil {
+		answer(req, err)
+		conn.Finish(err)
+		return true
+	}
+	p.handBack(req, conn)
+	return true
+}
+
+func inboundFlow(f stack.Flow) telemetry.Facts {
+	return telemetry.Facts{Direction: telemetry.Inbound, Src: f.Src, Dst: f.Dst, OriginalDst: f.Dst, AppDst: f.Dst}
+}
+
+func (p *Proxy) inboundFacts(state *workload.Snapshot, self *workload.Workload, f stack.Flow) telemetry.Facts {
+	facts := inboundFlow(f)
+	facts.Source, facts.Destination = state.WorkloadAt(p.cfg.Network, f.Src.Addr()), self
+	facts.Service = servedBy(state, self, f.Dst.Port(), "")
+	return facts
+}
+
 // inbound is the set-up of a plaintext flow to the pod.
 func (p *Proxy) inbound(ctx context.Context, req stack.TCPRequest) {
 	f := req.Flow()
-	facts := telemetry.Facts{Direction: telemetry.Inbound, Src: f.Src, Dst: f.Dst, OriginalDst: f.Dst, AppDst: f.Dst}
 	fail := func(err error) {
-		p.fail(facts, err)
+		p.fail(inboundFlow(f), err)
 		req.Reset()
 	}
 	if illegalPort(f.Dst.Port()) {
@@ -136,12 +174,24 @@ func (p *Proxy) inbound(ctx context.Context, req stack.TCPRequest) {
 		fail(err)
 		return
 	}
+	p.admitPlaintext(ctx, req, p.conns.open(p.cfg.Records, p.inboundFacts(state, self, f), nil))
+}
+
+// admitPlaintext decides about a plaintext connection, and gives it to the kernel or delivers it.
+func (p *Proxy) admitPlaintext(ctx context.Context, req stack.TCPRequest, conn *connection) {
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
-	facts.Source, facts.Destination = state.WorkloadAt(p.cfg.Network, f.Src.Addr()), self
-	facts.Service = servedBy(state, self, f.Dst.Port(), "")
-	conn := p.conns.open(p.cfg.Records, facts, end)
-	upstream, err := p.admit(ctx, conn, func(ctx context.Context) (loop.Conn, error) { return p.cfg.Underlay.Deliver(ctx, f.Src, f.Dst) })
+	conn.SetCloser(end)
+	f := req.Flow()
+	err := p.authorize(ctx, conn)
+	if err == nil && p.cfg.Kernel != nil && !p.cfg.OwnSource {
+		p.handBack(req, conn)
+		return
+	}
+	var upstream loop.Conn
+	if err == nil {
+		upstream, err = p.connect(ctx, conn, func(ctx context.Context) (loop.Conn, error) { return p.cfg.Underlay.Deliver(ctx, f.Src, f.Dst) })
+	}
 	if err != nil {
 		answer(req, err)
 		conn.Finish(err)
@@ -155,6 +205,11 @@ func (p *Proxy) admit(ctx context.Context, c *connection, connect func(context.C
 	if err := p.authorize(ctx, c); err != nil {
 		return nil, err
 	}
+	return p.connect(ctx, c, connect)
+}
+
+// connect connects to the application.
+func (p *Proxy) connect(ctx context.Context, c *connection, connect func(context.Context) (loop.Conn, error)) (loop.Conn, error) {
 	ctx, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.ConnectTimeout)
 	defer cancel()
 	start := p.cfg.Group.Now()

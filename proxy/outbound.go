@@ -17,10 +17,35 @@ import (
 // maxEndpoints is how many endpoints of a service one flow tries.
 const maxEndpoints = 3
 
+// outboundAtOnce gives a flow that the pod opened back to the kernel, if that may carry it; false: it needs a set-up.
+func (p *Proxy) outboundAtOnce(_ context.Context, req stack.TCPRequest) bool {
+	state := p.cfg.Store.Snapshot()
+	self := state.Local(p.cfg.Client)
+	if self == nil {
+		return false
+	}
+	f := req.Flow()
+	q := p.query(self, state, f)
+	d := p.classify(state, &q)
+	if !p.carries(&d, f) {
+		return false
+	}
+	p.handBack(req, p.conns.open(p.cfg.Records, outboundFacts(outboundFlow(f), self, &d), nil))
+	return true
+}
+
+func outboundFlow(f stack.Flow) telemetry.Facts {
+	return telemetry.Facts{Direction: telemetry.Outbound, Src: f.Src, OriginalDst: f.Dst}
+}
+
+func (p *Proxy) query(self *workload.Workload, state *workload.Snapshot, f stack.Flow) Query {
+	return Query{Source: self, From: f.Src.Addr(), Target: f.Dst, Network: p.cfg.Network, Rand: p.cfg.Rand(), Tables: p.tablesFor(self, state)}
+}
+
 // outbound is the set-up of a flow that the pod opened.
 func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 	f := req.Flow()
-	facts := telemetry.Facts{Direction: telemetry.Outbound, Src: f.Src, OriginalDst: f.Dst}
+	facts := outboundFlow(f)
 	self, state, err := p.self(ctx)
 	if err != nil {
 		p.fail(facts, err)
@@ -32,7 +57,7 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
 
-	q := Query{Source: self, From: f.Src.Addr(), Target: f.Dst, Network: p.cfg.Network, Rand: p.cfg.Rand(), Tables: p.tablesFor(self, state)}
+	q := p.query(self, state, f)
 	var conn *connection
 	var failed error
 	trace := ""
@@ -67,6 +92,10 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 		if d.Route != DoubleHBONE {
 			conn = p.conns.open(p.cfg.Records, known, end)
 			times.tell(conn)
+		}
+		if p.carries(&d, f) {
+			p.handBack(req, conn)
+			return
 		}
 		upstream, err := p.openUpstream(ctx, &q, &d, f, trace)
 		if conn == nil {

@@ -53,6 +53,7 @@ type Config struct {
 	Store       *workload.Store
 	Underlay    Underlay
 	Tunnel      Tunnel
+	Kernel      Kernel // nil: all bytes pass through here
 	DNS         DNS
 	Resolver    Resolver // nil: finds nothing
 	Records     *telemetry.Recorder
@@ -69,6 +70,7 @@ type Config struct {
 	DNSTimeout     time.Duration // of one question: 10 s
 
 	LogPolicyAtInfo       bool // decisions of policies, not at debug
+	OwnSource             bool // applications see the pod itself as their client: plaintext passes through here
 	NoBaggage             bool // neither say who answers nor heed what peers say of themselves
 	AppTunnelOnPodAddress bool // application tunnels listen on the pod's address, not on its loopback address
 
@@ -85,6 +87,7 @@ type Proxy struct {
 	classify func(*workload.Snapshot, *Query) Decision // Classify, but in tests
 
 	tables atomic.Pointer[sourceTables]
+	handed handedBack
 
 	questions        atomic.Int64 // in progress
 	questionsRefused atomic.Uint64
@@ -130,14 +133,16 @@ func New(cfg Config) (*Proxy, error) {
 // dnsPort is where questions go.
 const dnsPort = 53
 
-// ServeTCP implements stack.Handler: it tells who opened the flow, the pod or somebody else, and goes on in a set-up of its own. A
-// flow between others, which a neighbour on the link may send our way, is refused: it would get the pod's identity.
+// ServeTCP implements stack.Handler: it tells who opened the flow, the pod or somebody else, and gives it back to the kernel at once, if
+// that may carry it, or goes on in a set-up of its own. A flow between others, which a neighbour on the link may send our way, is
+// refused: it would get the pod's identity.
 func (p *Proxy) ServeTCP(ctx context.Context, req stack.TCPRequest) {
 	f := req.Flow()
 	var serve func(context.Context, stack.TCPRequest)
+	atOnce := func(context.Context, stack.TCPRequest) bool { return false }
 	switch {
 	case p.cfg.Local(f.Dst.Addr()):
-		serve = p.inbound
+		serve, atOnce = p.inbound, p.inboundAtOnce
 	case !p.cfg.Local(f.Src.Addr()):
 		p.strays.Add(1)
 		req.Reset()
@@ -145,10 +150,13 @@ func (p *Proxy) ServeTCP(ctx context.Context, req stack.TCPRequest) {
 	case f.Dst.Port() == dnsPort:
 		serve = p.serveDNSStream
 	default:
-		serve = p.outbound
+		serve, atOnce = p.outbound, p.outboundAtOnce
 	}
 	if p.draining.Load() {
 		req.Reset()
+		return
+	}
+	if p.cfg.Kernel != nil && atOnce(ctx, req) {
 		return
 	}
 	p.cfg.Group.Go(ctx, func(ctx context.Context) { serve(ctx, req) })

@@ -82,6 +82,7 @@ type Conn struct {
 
 	progress
 
+	kernel   atomic.Bool // the kernel moves the bytes
 	rec      *Recorder
 	series   *series    // as counted, guarded by the lock of rec
 	counted  [2]uint64  // what of Received and Sent is in series
@@ -106,6 +107,20 @@ func (c *Conn) SetCloser(f func(cause error)) {
 		f(cause)
 	}
 }
+
+// CarriedByKernel says whether the kernel moves the bytes of the connection; whoever learns of them then sets the counts.
+func (c *Conn) CarriedByKernel(yes bool) {
+	switch {
+	case c.kernel.Swap(yes) == yes:
+	case yes:
+		c.rec.kernel.Add(1)
+	default:
+		c.rec.kernel.Add(-1)
+	}
+}
+
+// Kernel reports whether the kernel moves the bytes.
+func (c *Conn) Kernel() bool { return c.kernel.Load() }
 
 // Close ends the connection before its time; cause is what its line says. It does not wait.
 func (c *Conn) Close(cause error) {

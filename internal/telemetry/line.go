@@ -178,6 +178,9 @@ func (r *Recorder) line(c *Conn, level, message string, err error, ended bool) [
 	if c.Suppressed > 0 {
 		w.num("suppressed", c.Suppressed)
 	}
+	if c.Kernel() {
+		w.str("carried", "kernel")
+	}
 	for _, f := range r.cfg.Fields {
 		w.extra(f, c, ended)
 	}

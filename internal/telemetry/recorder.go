@@ -50,6 +50,7 @@ type Recorder struct {
 	metrics *metrics
 
 	opened, failed, closed atomic.Uint64
+	kernel                 atomic.Int64 // open ones that the kernel carries
 }
 
 // NewRecorder returns a Recorder. Its Run writes the access log.
@@ -162,6 +163,9 @@ func (r *Recorder) finish(c *Conn, err error) {
 	}
 	r.mu.Unlock()
 	r.closed.Add(1)
+	if c.Kernel() {
+		r.kernel.Add(-1)
+	}
 	level, name := slog.LevelInfo, "info"
 	if err != nil {
 		level, name = slog.LevelError, "error"
@@ -192,6 +196,7 @@ type Stats struct {
 	Opened, Closed uint64 // connections
 	Failed         uint64 // flows that failed early
 	Open           int    // connections now
+	Kernel         int    // of them: those that the kernel carries
 	LinesDropped   uint64 // lines that found the queue full
 }
 
@@ -200,5 +205,5 @@ func (r *Recorder) Stats() Stats {
 	r.mu.Lock()
 	open := len(r.open)
 	r.mu.Unlock()
-	return Stats{Opened: r.opened.Load(), Closed: r.closed.Load(), Failed: r.failed.Load(), Open: open, LinesDropped: r.log.dropped.Load() + r.log.droppedImportant.Load()}
+	return Stats{Opened: r.opened.Load(), Closed: r.closed.Load(), Failed: r.failed.Load(), Open: open, Kernel: int(r.kernel.Load()), LinesDropped: r.log.dropped.Load() + r.log.droppedImportant.Load()}
 }

@@ -1,0 +1,267 @@
+package proxy
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	"ztun.dev/ztun/internal/telemetry"
+	"ztun.dev/ztun/stack"
+)
+
+// A Kernel carries connections of the pod whose bytes nobody has to see. Its methods may be called from any goroutine and must not
+// block.
+type Kernel interface {
+	// Destroy resets the connection of the pod's socket between these addresses, on both sides; os.ErrNotExist: there is none.
+	Destroy(local, remote netip.AddrPort) error
+	// Forget has the next SYN of the flow decided about anew.
+	Forget(f stack.Flow)
+}
+
+// handedBack are the connections of a pod that the kernel carries, by flow. Those of one flow, from the same port one after the
+// other, are in the order in which they were opened: the kernel tells of their ends in that order.
+type handedBack struct {
+	mu    sync.Mutex // guards below
+	flows map[stack.Flow]*carried
+	looks uint64 // at the kernel's sockets
+}
+
+// A carried connection is one of handedBack, whose lock guards it.
+type carried struct {
+	*connection
+	next   *carried
+	seen   uint64 // the look that saw its socket last
+	missed int    // looks since then
+}
+
+func (h *handedBack) add(f stack.Flow, c *connection) *carried {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	k := &carried{connection: c}
+	if h.flows == nil {
+		h.flows = make(map[stack.Flow]*carried)
+	}
+	if last := h.flows[f]; last != nil {
+		for last.next != nil {
+			last = last.next
+		}
+		last.next = k
+	} else {
+		h.flows[f] = k
+	}
+	return k
+}
+
+// remove takes k out; false if it was not there. last: the flow has no other.
+func (h *handedBack) remove(f stack.Flow, k *carried) (removed, last bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	first := h.flows[f]
+	if first == k && k != nil {
+		if h.flows[f] = k.next; k.next == nil {
+			delete(h.flows, f)
+		}
+		return true, k.next == nil
+	}
+	for ; first != nil; first = first.next {
+		if first.next == k {
+			first.next = k.next
+			return true, false
+		}
+	}
+	return false, false
+}
+
+// first is the oldest of a flow, or nil.
+func (h *handedBack) first(f stack.Flow) *carried {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.flows[f]
+}
+
+func (h *handedBack) has(f stack.Flow, k *carried) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for x := h.flows[f]; x != nil; x = x.next {
+		if x == k {
+			return true
+		}
+	}
+	return false
+}
+
+// handBack has the kernel carry a connection from its SYN on. One that it cannot carry gets no answer: its next SYN is another attempt.
+func (p *Proxy) handBack(req stack.TCPRequest, c *connection) {
+	f := req.Flow()
+	k := p.handed.add(f, c)
+	c.CarriedByKernel(true)
+	c.SetCloser(func(cause error) { p.cut(f, k, cause, firstCut) })
+	err := c.Cause() // of who has closed it meanwhile
+	if err == nil {
+		err = req.HandBack()
+	}
+	if err != nil {
+		p.handed.remove(f, k)
+		c.CarriedByKernel(false)
+		c.Finish(err)
+		req.Drop()
+	}
+}
+
+// carries reports whether the kernel may carry what was decided about an outbound flow: nothing is to be changed in it.
+func (p *Proxy) carries(d *Decision, f stack.Flow) bool {
+	return p.cfg.Kernel != nil && d.Route == Passthrough && d.NextHop == f.Dst
+}
+
+// A connection whose socket is not there yet when it is to be cut is looked for again, until it must be: the SYN was handed back
+// moments ago.
+const (
+	firstCut = 10 * time.Millisecond
+	lastCut  = 2 * time.Second
+)
+
+// cut resets a connection that the kernel carries. Its end is then told as any other.
+func (p *Proxy) cut(f stack.Flow, k *carried, cause error, again time.Duration) {
+	p.cfg.Kernel.Forget(f)
+	local, remote := f.Src, f.Dst // of the pod's socket
+	if k.Direction == telemetry.Inbound {
+		local, remote = remote, local
+	}
+	err := p.cfg.Kernel.Destroy(local, remote)
+	switch {
+	case err == nil || !p.handed.has(f, k):
+		return
+	case !errors.Is(err, os.ErrNotExist):
+		p.cfg.Log.Error("connection in the kernel not cut", "flow", f.String(), "error", err.Error())
+	}
+	if again < lastCut && p.cfg.Group.After(again, func() { p.cut(f, k, cause, 2*again) }) != nil {
+		return
+	}
+	if removed, _ := p.handed.remove(f, k); removed {
+		k.Finish(cause)
+	}
+}
+
+// A KernelEnd is what became of a connection that the kernel has carried.
+type KernelEnd struct {
+	Established    bool
+	Received, Sent uint64 // bytes, from who opened the connection, and to it
+	Err            error  // of the socket: why it was not established, or broke
+}
+
+// Ended takes the end of the oldest connection of a flow that the kernel has carried. It may be called from any goroutine.
+func (p *Proxy) Ended(f stack.Flow, e KernelEnd) {
+	k := p.handed.first(f)
+	if k == nil {
+		return // of an earlier process
+	}
+	removed, last := p.handed.remove(f, k)
+	if !removed {
+		return
+	}
+	if last {
+		p.cfg.Kernel.Forget(f)
+	}
+	k.Received.Store(e.Received)
+	k.Sent.Store(e.Sent)
+	k.Finish(e.cause(f))
+}
+
+// cause is nil for an ordinary end, as resets of established connections are.
+func (e *KernelEnd) cause(f stack.Flow) error {
+	switch {
+	case !e.Established && e.Err == nil:
+		return stack.ErrGone
+	case !e.Established:
+		return fmt.Errorf("connect %s: %w", f.Dst, e.Err)
+	case e.Err == nil, errors.Is(e.Err, syscall.ECONNRESET), errors.Is(e.Err, syscall.EPIPE), errors.Is(e.Err, syscall.ECONNABORTED):
+		return nil
+	}
+	return &brokenError{"in the kernel", e.Err}
+}
+
+// A KernelSocket is a connection of the pod as the kernel has it.
+type KernelSocket struct {
+	Local, Remote  netip.AddrPort
+	Established    bool
+	Received, Sent uint64 // bytes, by the application
+}
+
+// goneAfter is how many looks in a row do not see the socket of a connection that is over: one may miss a socket that changes.
+const goneAfter = 2
+
+// Look compares the connections that the kernel carries with its sockets, all of which list calls its argument for: it takes over how many bytes
+// were moved, and ends those whose sockets are gone, should nobody have told. It is called now and then.
+func (p *Proxy) Look(list func(f func(KernelSocket)) error) error {
+	h := &p.handed
+	h.mu.Lock()
+	h.looks++
+	look, empty := h.looks, len(h.flows) == 0
+	h.mu.Unlock()
+	if empty {
+		return nil
+	}
+	now := p.cfg.Group.Now()
+	err := list(func(s KernelSocket) {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		if k := h.flows[stack.Flow{Proto: stack.TCP, Src: s.Local, Dst: s.Remote}]; k != nil && k.next == nil && k.Direction == telemetry.Outbound {
+			k.see(look, now, s.Established, s.Sent, s.Received)
+		}
+		if k := h.flows[stack.Flow{Proto: stack.TCP, Src: s.Remote, Dst: s.Local}]; k != nil && k.next == nil && k.Direction == telemetry.Inbound {
+			k.see(look, now, s.Established, s.Received, s.Sent)
+		}
+	})
+	if err != nil {
+		return err
+	}
+	var gone []stack.Flow
+	h.mu.Lock()
+	for f, k := range h.flows {
+		if k.seen == look {
+			continue
+		}
+		if k.missed++; k.missed >= goneAfter {
+			gone = append(gone, f)
+		}
+	}
+	h.mu.Unlock()
+	for _, f := range gone {
+		if k := p.handed.first(f); k != nil {
+			p.Ended(f, KernelEnd{Established: true, Received: k.Received.Load(), Sent: k.Sent.Load()})
+		}
+	}
+	return nil
+}
+
+// see takes over what the kernel says of the connection's socket.
+func (k *carried) see(look uint64, now time.Time, established bool, received, sent uint64) {
+	first := k.seen == 0
+	k.seen, k.missed = look, 0
+	if established && first {
+		k.Established(now)
+	}
+	before := k.Received.Swap(received) + k.Sent.Swap(sent)
+	if before != received+sent {
+		k.Active(now, 0)
+	}
+}
+
+// LetGo ends the records of the connections that the kernel carries; these go on without us.
+func (p *Proxy) LetGo() {
+	h := &p.handed
+	h.mu.Lock()
+	flows := h.flows
+	h.flows = nil
+	h.mu.Unlock()
+	for f, k := range flows {
+		p.cfg.Kernel.Forget(f)
+		for ; k != nil; k = k.next {
+			k.Finish(nil)
+		}
+	}
+}
