@@ -36,6 +36,7 @@ type Pod struct {
 	Pending                         string // why it is not served; "": it is
 	Capture                         string // the backend
 	CaptureReason                   string // why that one
+	Offload                         string // how its flows are given back to the kernel, or off
 
 	Connections []*telemetry.Conn // that are open
 }
@@ -182,6 +183,7 @@ type podJSON struct {
 	Reason        string           `json:"reason,omitempty"`
 	Capture       string           `json:"capture,omitempty"`
 	CaptureReason string           `json:"captureReason,omitempty"`
+	Offload       string           `json:"offload,omitempty"`
 	Connections   *connectionsJSON `json:"connections,omitempty"`
 }
 
@@ -211,7 +213,7 @@ func (s *Server) pods() map[string]*podJSON {
 	}
 	all := make(map[string]*podJSON, len(list))
 	for _, p := range list {
-		j := &podJSON{State: "Up", Info: podInfoJSON{p.Name, p.Namespace, p.ServiceAccount}, Reason: p.Pending, Capture: p.Capture, CaptureReason: p.CaptureReason}
+		j := &podJSON{State: "Up", Info: podInfoJSON{p.Name, p.Namespace, p.ServiceAccount}, Reason: p.Pending, Capture: p.Capture, CaptureReason: p.CaptureReason, Offload: p.Offload}
 		if p.Pending != "" {
 			j.State = "Pending"
 		} else {

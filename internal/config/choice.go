@@ -34,12 +34,15 @@ const (
 	FailOpen
 )
 
-// Offload is whether flows are given back to the kernel.
+// Offload is how flows are given back to the kernel.
 type Offload uint8
 
 // The values.
 const (
 	OffloadAuto Offload = iota
+	OffloadSockops
+	OffloadTC
+	OffloadNFT
 	OffloadOff
 )
 
@@ -114,7 +117,7 @@ var (
 	proxyModes      = []string{"shared", "dedicated"}
 	captures        = []string{"auto", "tun", "redirect"}
 	failModes       = []string{"closed", "open"}
-	offloads        = []string{"auto", "off"}
+	offloads        = []string{"auto", "sockops", "tc", "nft", "off"}
 	switches        = []string{"auto", "on", "off"}
 	origSrcs        = []string{"auto", "true", "false"}
 	unknownPolicies = []string{"deny", "allow"}

@@ -119,7 +119,7 @@ var settings = []setting{
 	{"INPOD_UDS", "inpodUds", "/var/run/ztunnel/ztunnel.sock", "unix socket on which istio-cni announces pods", func(c *Config) value { return str(&c.InpodUDS) }, unused, ""},
 	{"INPOD_PORT_REUSE", "inpodPortReuse", "true", "SO_REUSEPORT on listeners in pods", func(c *Config) value { return boolean(&c.InpodPortReuse) }, unused, ""},
 	{"PACKET_MARK", "packetMark", "", "SO_MARK of sockets of this process, decimal; not set: 1337 in shared mode", func(c *Config) value { return (*markValue)(&c.PacketMark) }, unused, ""},
-	{"ENABLE_ORIG_SRC", "enableOrigSrc", "auto", "deliver from the address of the client: true: always, false: never, auto: where it can be", func(c *Config) value { return choice(&c.EnableOrigSrc, origSrcs) }, unused, ""},
+	{"ENABLE_ORIG_SRC", "enableOrigSrc", "auto", "deliver from the address of the client: true and auto: a pod where that cannot be is not served; false: from the pod's own", func(c *Config) value { return choice(&c.EnableOrigSrc, origSrcs) }, 0, ""},
 
 	{"NODE_NAME", "nodeName", "", "name of this node: its workloads are looked for there", func(c *Config) value { return str(&c.NodeName) }, 0, ""},
 	{"NETWORK", "network", "", "network that this node is in", func(c *Config) value { return str(&c.Network) }, 0, ""},
@@ -160,7 +160,7 @@ var settings = []setting{
 	{"ZTUN_CAPTURE", "capture", "auto", "how traffic of pods is led here: tun, redirect, or auto: tun where it can be set up, else redirect", func(c *Config) value { return choice(&c.Capture, captures) }, 0, ""},
 	{"ZTUN_FAIL_MODE", "failMode", "closed", "traffic while this process is dead: closed: none; open: in clear, on hosts only", func(c *Config) value { return choice(&c.FailMode, failModes) }, 0, ""},
 	{"ZTUN_HOST_CAPTURE", "hostCapture", "mesh", "what a host captures: mesh, or prefixes", func(c *Config) value { return (*prefixesValue)(&c.HostCapture) }, unused, ""},
-	{"ZTUN_OFFLOAD", "offload", "auto", "give flows back to the kernel where it can carry them alone; off: never", func(c *Config) value { return choice(&c.Offload, offloads) }, unused, ""},
+	{"ZTUN_OFFLOAD", "offload", "auto", "how flows that need no byte in user space are given back to the kernel, and others accepted by it: sockops, tc, nft, or auto: the first of these that works, else off; off: all bytes pass through the netstack", func(c *Config) value { return choice(&c.Offload, offloads) }, 0, ""},
 	{"ZTUN_TUN_GSO", "tunGso", "auto", "segmentation offload on TUN devices; on: a pod fails without it", func(c *Config) value { return choice(&c.TUNGSO, switches) }, unused, ""},
 	{"ZTUN_HANDOVER_SOCKET", "handoverSocket", "/var/run/ztunnel/ztun.sock", "unix socket on which a successor takes over; state that must outlive the process is kept beside it", func(c *Config) value { return str(&c.HandoverSocket) }, 0, ""},
 	{"ZTUN_UNKNOWN_POLICY", "unknownPolicy", "deny", "connections while a policy that selects their workload has not arrived: deny after a second, or allow with a warning", func(c *Config) value { return choice(&c.UnknownPolicy, unknownPolicies) }, 0, ""},

@@ -9,6 +9,7 @@ import (
 
 	"ztun.dev/ztun/internal/config"
 	"ztun.dev/ztun/internal/underlay"
+	"ztun.dev/ztun/proxy"
 	"ztun.dev/ztun/stack"
 	"ztun.dev/ztun/tun"
 )
@@ -19,6 +20,7 @@ type backend interface {
 	close(ctx context.Context, release bool) error // after serve; release gives the pod its network back, otherwise it stays closed
 	found() bool                                   // the pod was captured already, by a process that died
 	refusals() refusals
+	handedBack() uint64 // flows that were given back to the kernel
 }
 
 // refusals count attempts that limits refused.
@@ -60,8 +62,8 @@ func redirectMarks() tun.Marks {
 	return tun.Marks{Own: 0x539, Deliver: 0x539, OwnMask: tun.DefaultMarkMask}
 }
 
-// A makeHandler makes the handler of a pod's flows; local knows the pod's addresses.
-type makeHandler func(local func(netip.Addr) bool) (stack.Handler, error)
+// A makeHandler makes the handler of a pod's flows; local knows the pod's addresses, and the kernel, unless it is nil, carries flows.
+type makeHandler func(local func(netip.Addr) bool, kernel proxy.Kernel) (stack.Handler, error)
 
 // A tunBackend is a TUN device and the netstack on it.
 type tunBackend struct {
@@ -69,6 +71,11 @@ type tunBackend struct {
 	stack  *stack.Stack
 	icmp   *underlay.ICMPRelay
 	mtu    *mtuWatch
+
+	// Where flows are given back to the kernel, which then accepts the others, too; else nil.
+	steerer   *steerer
+	listeners *underlay.Steered
+	forget    func() // takes the pod from those that ends of flows are told
 }
 
 // openTUN captures the pod; handle makes the handler of its flows once the pod's addresses can be known. If it fails nothing is left,
@@ -82,18 +89,32 @@ func (n *Node) openTUN(ctx context.Context, l *pipeline, spec *podSpec, u *under
 	}()
 	b.device, err = tun.Open(ctx, tun.Config{
 		Netns: spec.netns, UID: spec.uid, Generation: n.generation, Marks: n.marks, StateDir: n.stateDir, Log: l.log, NoIPv6: !n.cfg.IPv6Enabled,
-		FailOpenRoute: n.failOpenRoute,
+		FailOpenRoute: n.failOpenRoute, Steering: n.steering,
 	})
 	if err != nil {
 		return nil, err
 	}
-	handler, err := handle(b.device.Local)
+	var (
+		steerer stack.Steerer
+		kernel  proxy.Kernel
+	)
+	if b.device.Steers() {
+		if err := b.openSteered(u); err != nil {
+			return nil, err
+		}
+		steerer, kernel = b.steerer, b.steerer
+	}
+	handler, err := handle(b.device.Local, kernel)
 	if err != nil {
 		return nil, err
 	}
+	if b.steerer != nil {
+		l.steerer = b.steerer
+		b.forget = n.carriers.add(b.device.Cookie(), l.proxy)
+	}
 	n.withOneProcessor(func() {
 		b.stack, err = stack.New(stack.Config{
-			Device: lent{b.device}, Group: n.group, Handler: handler, Log: l.log, Limits: n.limits, MaxInFlight: int(n.cfg.MaxInFlightPerPod), Budget: n.budget,
+			Device: lent{b.device}, Steerer: steerer, Group: n.group, Handler: handler, Log: l.log, Limits: n.limits, MaxInFlight: int(n.cfg.MaxInFlightPerPod), Budget: n.budget,
 			KeepaliveTime: n.keepaliveTime(), KeepaliveInterval: n.cfg.KeepaliveInterval, KeepaliveRetries: int(n.cfg.KeepaliveRetries),
 			UserTimeout: -1, // it would cut an application that stops reading for a while
 		})
@@ -101,7 +122,12 @@ func (n *Node) openTUN(ctx context.Context, l *pipeline, spec *podSpec, u *under
 	if err != nil {
 		return nil, err
 	}
-	if !n.noICMPRelay {
+	if b.steerer != nil {
+		b.steerer.stack = b.stack
+		if err := b.listeners.Start(b.stack.Accepted); err != nil {
+			return nil, err
+		}
+	} else if !n.noICMPRelay { // which is for the netstack's connections
 		if b.icmp, err = u.ListenICMP(b.device.HasIPv6()); err != nil {
 			return nil, err
 		}
@@ -110,8 +136,18 @@ func (n *Node) openTUN(ctx context.Context, l *pipeline, spec *podSpec, u *under
 		}
 	}
 	b.mtu = watchMTU(n.group, b.device, b.stack, l.log)
-	l.log.Info("pod captured", "device", tun.DefaultName, "addresses", b.device.Addrs(), "ingress_mark", b.device.MarkedBy())
+	l.offload = n.offload(b.device)
+	l.log.Info("pod captured", "device", tun.DefaultName, "addresses", b.device.Addrs(), "ingress_mark", b.device.MarkedBy(), "offload", l.offload)
 	return b, nil
+}
+
+// openSteered makes the listeners that flows are led to.
+func (b *tunBackend) openSteered(u *underlay.Underlay) (err error) {
+	b.steerer = &steerer{device: b.device}
+	if b.listeners, err = u.ListenSteered(b.device.HasIPv6()); err != nil {
+		return err
+	}
+	return b.device.SteerListeners(b.listeners.Descriptors())
 }
 
 // withOneProcessor calls f, which makes a netstack, while GOMAXPROCS is 1: gVisor starts as many goroutines for each stack, 3.2 KiB
@@ -131,6 +167,8 @@ func (b *tunBackend) refusals() refusals {
 	return refusals{evicted: s.Drops[stack.DropEvicted], limited: s.Drops[stack.DropLimit]}
 }
 
+func (b *tunBackend) handedBack() uint64 { return b.stack.Stats().HandedBack }
+
 func (b *tunBackend) found() bool { return b.device != nil && b.device.Adopted() }
 
 func (b *tunBackend) close(ctx context.Context, release bool) (err error) {
@@ -144,6 +182,12 @@ func (b *tunBackend) close(ctx context.Context, release bool) (err error) {
 	}
 	if b.stack != nil { // while its resets still reach the applications
 		err = errors.Join(err, b.stack.Close())
+	}
+	if b.listeners != nil {
+		err = errors.Join(err, b.listeners.Close(ctx))
+	}
+	if b.forget != nil {
+		b.forget()
 	}
 	switch {
 	case b.device == nil:
@@ -169,6 +213,7 @@ type redirectBackend struct {
 
 func (n *Node) openRedirect(ctx context.Context, l *pipeline, spec *podSpec, u *underlay.Underlay, handle makeHandler) (_ backend, err error) {
 	b := new(redirectBackend)
+	l.offload = config.OffloadOff.String()
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, b.close(ctx, false))
@@ -177,7 +222,7 @@ func (n *Node) openRedirect(ctx context.Context, l *pipeline, spec *podSpec, u *
 	if b.addrs, err = tun.WatchAddresses(spec.netns); err != nil {
 		return nil, err
 	}
-	handler, err := handle(b.addrs.Local)
+	handler, err := handle(b.addrs.Local, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -189,7 +234,7 @@ func (n *Node) openRedirect(ctx context.Context, l *pipeline, spec *podSpec, u *
 	if err := b.listeners.Start(); err != nil {
 		return nil, err
 	}
-	l.log.Info("pod captured", "listeners", b.listeners.Addrs(), "addresses", b.addrs.List())
+	l.log.Info("pod captured", "listeners", b.listeners.Addrs(), "addresses", b.addrs.List(), "offload", l.offload)
 	return b, nil
 }
 
@@ -197,6 +242,8 @@ func (b *redirectBackend) serve(ctx context.Context) error {
 	<-ctx.Done()
 	return nil
 }
+
+func (b *redirectBackend) handedBack() uint64 { return 0 }
 
 func (b *redirectBackend) refusals() refusals {
 	evicted, limited := b.listeners.Refused()

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/internal/lab"
 )
 
 // What deprive makes of a child: a container such as ztunnel's chart asks for.
@@ -128,7 +129,7 @@ func TestNetnsContainer(t *testing.T) {
 		{containerWithoutTUN, config.CaptureRedirect},
 	} {
 		t.Run(tt.capture.String()+" in a "+tt.kind, func(t *testing.T) {
-			b := newBedWith(t, tt.capture)
+			b := newBedOn(t, variant{capture: tt.capture}, lab.Config{})
 			nodes := make([]*child, 2)
 			for i := range nodes {
 				file, vars := b.contain(i, tt.kind)

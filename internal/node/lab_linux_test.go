@@ -42,8 +42,8 @@ type bed struct {
 	dir  string
 	pods []*lab.Host
 
-	capture config.Capture // of all nodes
-	options Options        // of all nodes, but for the output
+	variant         // of all nodes
+	options Options // of all nodes, but for the output
 	nodes   [2]*process
 }
 
@@ -94,28 +94,56 @@ func requireRoot(t *testing.T) {
 	}
 }
 
-// eachBackend runs a test of the data path with both capture backends.
+// A variant is how the pods of a bed are served: how they are captured, and, with tun, how flows are given back to the kernel.
+type variant struct {
+	capture config.Capture
+	offload config.Offload
+}
+
+func (v variant) String() string {
+	if v.capture == config.CaptureRedirect {
+		return v.capture.String()
+	}
+	return v.offload.String()
+}
+
+// backend is what the variant comes to on a machine that can do all.
+func (v variant) backend() string {
+	switch {
+	case v.capture == config.CaptureRedirect:
+		return config.OffloadOff.String()
+	case v.offload == config.OffloadAuto:
+		return config.OffloadSockops.String()
+	}
+	return v.offload.String()
+}
+
+// handsBack reports whether the kernel carries what it can.
+func (v variant) handsBack() bool { return v.backend() != config.OffloadOff.String() }
+
+// variants are all ways to serve a pod.
+var variants = []variant{
+	{config.CaptureTUN, config.OffloadSockops},
+	{config.CaptureTUN, config.OffloadOff},
+	{config.CaptureRedirect, config.OffloadAuto},
+}
+
+// eachBackend runs a test of the data path with every variant.
 func eachBackend(t *testing.T, test func(*testing.T, *bed)) {
 	t.Helper()
-	for _, c := range []config.Capture{config.CaptureTUN, config.CaptureRedirect} {
-		t.Run(c.String(), func(t *testing.T) { test(t, newBedWith(t, c)) })
+	for _, v := range variants {
+		t.Run(v.String(), func(t *testing.T) { test(t, newBedOn(t, v, lab.Config{})) })
 	}
 }
 
-// newBed builds the lab, without ztun, for the tun backend.
+// newBed builds the lab, without ztun, as pods are served by default.
 func newBed(t *testing.T) *bed {
 	t.Helper()
-	return newBedWith(t, config.CaptureTUN)
+	return newBedOn(t, variant{capture: config.CaptureTUN}, lab.Config{})
 }
 
-// newBedWith is newBed for either backend: pods for redirect have istio-cni's rules already.
-func newBedWith(t *testing.T, capture config.Capture) *bed {
-	t.Helper()
-	return newBedOn(t, capture, lab.Config{})
-}
-
-// newBedOn is newBedWith on a lab of which something is special.
-func newBedOn(t *testing.T, capture config.Capture, cfg lab.Config) *bed {
+// newBedOn is newBed for any variant, on a lab of which something may be special. Pods for redirect have istio-cni's rules already.
+func newBedOn(t *testing.T, v variant, cfg lab.Config) *bed {
 	t.Helper()
 	requireRoot(t)
 	cfg.Nodes, cfg.PodsPerNode, cfg.IPv6, cfg.ResolvConf = 2, 2, true, "nameserver 10.96.0.53\noptions timeout:2 attempts:1\n"
@@ -123,7 +151,7 @@ func newBedOn(t *testing.T, capture config.Capture, cfg lab.Config) *bed {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b := &bed{Lab: l, t: t, capture: capture, dir: t.TempDir(), pods: []*lab.Host{l.Pod(0, 0), l.Pod(0, 1), l.Pod(1, 0), l.Pod(1, 1)}}
+	b := &bed{Lab: l, t: t, variant: v, dir: t.TempDir(), pods: []*lab.Host{l.Pod(0, 0), l.Pod(0, 1), l.Pod(1, 0), l.Pod(1, 1)}}
 	t.Cleanup(func() {
 		for i := range b.nodes {
 			b.stop(i)
@@ -135,7 +163,7 @@ func newBedOn(t *testing.T, capture config.Capture, cfg lab.Config) *bed {
 	p := b.pods
 	state := fmt.Sprintf(meshState, p[0].Addr4, p[0].Addr6, p[1].Addr4, p[1].Addr6, p[2].Addr4, p[2].Addr6)
 	b.write("mesh.yaml", state)
-	if capture == config.CaptureRedirect {
+	if v.capture == config.CaptureRedirect {
 		istioCNI(t, p[clientA], p[otherA], p[webB])
 	}
 	authority, err := ca.New(time.Now)
@@ -150,8 +178,8 @@ func newBedOn(t *testing.T, capture config.Capture, cfg lab.Config) *bed {
 	b.write("resolv.conf", "nameserver "+l.Wire().Addr4.String()+"\n")
 	for i, pods := range podNames {
 		name := []string{"node-a", "node-b"}[i]
-		text := fmt.Sprintf("nodeName: %s\nlocalXdsPath: %s\nfakeCa: true\nfakeCaRoot: %s\nhandoverSocket: %s\ncapture: %s\ndnsResolvConf: %s\npods:\n",
-			name, b.path("mesh.yaml"), b.path("root.pem"), b.path(name, "ztun.sock"), capture, b.path("resolv.conf"))
+		text := fmt.Sprintf("nodeName: %s\nlocalXdsPath: %s\nfakeCa: true\nfakeCaRoot: %s\nhandoverSocket: %s\ncapture: %s\noffload: %s\ndnsResolvConf: %s\npods:\n",
+			name, b.path("mesh.yaml"), b.path("root.pem"), b.path(name, "ztun.sock"), v.capture, v.offload, b.path("resolv.conf"))
 		for j, pod := range pods {
 			text += fmt.Sprintf("- {netns: %s, name: %s, namespace: shop, serviceAccount: %s}\n", l.Pod(i, j).NetnsPath(), pod, pod)
 		}
@@ -242,7 +270,7 @@ func (b *bed) launch(i int) *process {
 func (b *bed) mustCapture(i int, log *logBuffer, ended <-chan struct{}) {
 	b.t.Helper()
 	for _, pod := range podNames[i] {
-		log.await(b.t, "\tpod captured\t", ended, `pod="shop/`+pod+`"`, `capture="`+b.capture.String()+`"`)
+		log.await(b.t, "\tpod captured\t", ended, `pod="shop/`+pod+`"`, `capture="`+b.capture.String()+`"`, `offload="`+b.backend()+`"`)
 	}
 }
 

@@ -56,6 +56,8 @@ type Node struct {
 	questions   *stack.Limits // DNS
 	budget      *loop.Budget  // bytes that connections hold
 	descriptors *underlay.Descriptors
+	steering    *tun.Steering // nil: no flow is given back to the kernel
+	carriers    carriers
 	netns       *tun.Netns         // the process's own
 	resolver    *dnsproxy.Resolver // of endpoints that have only a hostname; asks from there
 	marks       tun.Marks
@@ -296,7 +298,14 @@ func (n *Node) run(ctx context.Context) error {
 	if err := n.admin.Listen(ctx); err != nil {
 		return n.nameHolder(err)
 	}
+	if err := n.openSteering(); err != nil {
+		return err
+	}
 	var g errgroup.Group
+	if n.steering != nil {
+		g.Go(func() error { n.hearEnds(background); return nil })
+		g.Go(func() error { n.watchCarried(background); return nil })
+	}
 	g.Go(func() error { return n.group.Run(background) })
 	g.Go(func() error { return n.records.Run(background) })
 	g.Go(func() error { return n.watchPeers(background) })
@@ -320,7 +329,11 @@ func (n *Node) run(ctx context.Context) error {
 	}
 	err = errors.Join(err, n.end(background, stopServing, &pods, ctx.Err() != nil))
 	stop()
-	return errors.Join(err, g.Wait())
+	err = errors.Join(err, g.Wait())
+	if n.steering != nil {
+		err = errors.Join(err, n.steering.Close())
+	}
+	return err
 }
 
 // nameHolder turns ports in use into the name of the process that has them, if that is a ztun which serves our pods.
@@ -404,11 +417,12 @@ func (n *Node) end(ctx context.Context, stopServing func(), pods *errgroup.Group
 	return err
 }
 
-// awaitIdle waits until no connection is open, at most d, and returns how many are.
+// awaitIdle waits until no connection is open, at most d, and returns how many are. Those that the kernel carries do not count.
 func (n *Node) awaitIdle(d time.Duration) (open int) {
 	const step = 10 * time.Millisecond
 	for {
-		if open = n.records.Stats().Open; open == 0 || d <= 0 {
+		st := n.records.Stats()
+		if open = st.Open - st.Kernel; open <= 0 || d <= 0 {
 			return open
 		}
 		time.Sleep(step)

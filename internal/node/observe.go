@@ -117,6 +117,7 @@ func (n *Node) Pods() []admin.Pod {
 		out.Pending = pending
 		if line != nil {
 			out.Capture, out.CaptureReason = line.choice.capture.String(), line.choice.reason
+			out.Offload = line.offload
 			out.Connections = line.proxy.Connections()
 		}
 		list = append(list, out)
@@ -146,6 +147,9 @@ func newMetrics(r prometheus.Registerer, n *Node) *metrics {
 		pods:    prometheus.NewDesc("ztun_pods", "Pods by state and capture backend.", []string{"state", "capture"}, nil),
 		refused: prometheus.NewDesc("ztun_flows_refused_total", "Flows that a limit refused, by reason.", []string{"reason"}, nil),
 		pending: prometheus.NewDesc("ztun_flows_in_flight", "Flows that have no answer yet.", nil, nil),
+		offload: prometheus.NewDesc("ztun_pods_offload", "Pods that are served, by how their flows are given back to the kernel.", []string{"backend"}, nil),
+		back:    prometheus.NewDesc("ztun_flows_handed_back_total", "Flows that were given back to the kernel.", nil, nil),
+		carried: prometheus.NewDesc("ztun_flows_in_kernel", "Open connections that the kernel carries.", nil, nil),
 		pool:    prometheus.NewDesc("ztun_tunnels", "HBONE tunnels, by direction.", []string{"direction"}, nil),
 		held:    prometheus.NewDesc("ztun_buffered_bytes", "Bytes of connections that wait in this process.", nil, nil),
 		full:    prometheus.NewDesc("ztun_buffer_limit_reached_total", "How often so many bytes waited that no more were taken ahead.", nil, nil),
@@ -155,13 +159,13 @@ func newMetrics(r prometheus.Registerer, n *Node) *metrics {
 
 // A collector reads what the pods count.
 type collector struct {
-	n                                        *Node
-	pods, refused, pending, pool, held, full *prometheus.Desc
+	n                                                                *Node
+	pods, refused, pending, offload, back, carried, pool, held, full *prometheus.Desc
 }
 
 // Describe implements prometheus.Collector.
 func (c *collector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.pods, c.refused, c.pending, c.pool, c.held, c.full} {
+	for _, d := range []*prometheus.Desc{c.pods, c.refused, c.pending, c.offload, c.back, c.carried, c.pool, c.held, c.full} {
 		ch <- d
 	}
 }
@@ -169,15 +173,17 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 // Collect implements prometheus.Collector.
 func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	type key struct{ state, capture string }
-	pods := make(map[key]int)
+	pods, offload := make(map[key]int), make(map[string]int)
 	var sum refusals
 	var in, out int
-	var questions, strays uint64
+	var questions, strays, back uint64
 	for _, p := range c.n.listPods() {
 		line, pending := p.state()
 		switch {
 		case line != nil:
 			pods[key{"serving", line.choice.capture.String()}]++
+			offload[line.offload]++
+			back += line.backend.handedBack()
 			r := line.backend.refusals()
 			sum.evicted += r.evicted
 			sum.limited += r.limited
@@ -195,6 +201,11 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	for k, v := range pods {
 		gauge(c.pods, v, k.state, k.capture)
 	}
+	for k, v := range offload {
+		gauge(c.offload, v, k)
+	}
+	ch <- prometheus.MustNewConstMetric(c.back, prometheus.CounterValue, float64(back))
+	gauge(c.carried, c.n.records.Stats().Kernel)
 	gauge(c.pending, c.n.limits.InFlight())
 	gauge(c.held, int(c.n.budget.Held()))
 	ch <- prometheus.MustNewConstMetric(c.full, prometheus.CounterValue, float64(c.n.budget.TimesFull()))

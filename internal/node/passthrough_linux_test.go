@@ -185,3 +185,25 @@ func routeOnLink(link, to string) error {
 func prefixOf(a netip.Addr) *net.IPNet {
 	return &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}
 }
+
+// With ENABLE_ORIG_SRC=false the pod itself is its applications' client, however a connection has come.
+func TestNetnsOwnSource(t *testing.T) { eachBackend(t, checkOwnSource) }
+
+func checkOwnSource(t *testing.T, b *bed) {
+	b.write("node-b.yaml", "enableOrigSrc: false\n"+b.read("node-b.yaml"))
+	b.start(0)
+	b.start(1)
+	b.serve(b.pods[webB], 8080, who)
+	for _, from := range []*lab.Host{b.pods[clientA], b.pods[plainB]} {
+		for _, to := range each(b.pods[webB], 8080) {
+			got, err := b.ask(from, to)
+			if err != nil {
+				t.Errorf("from %s to %s: %v", from.Name, to, err)
+				continue
+			}
+			if seen, want := netip.MustParseAddrPort(got).Addr().Unmap(), netip.MustParseAddrPort(to).Addr(); seen != want {
+				t.Errorf("from %s to %s: the server saw %v, want %v", from.Name, to, seen, want)
+			}
+		}
+	}
+}

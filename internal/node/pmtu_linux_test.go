@@ -15,9 +15,9 @@ import (
 const hopMTU = 1300
 
 // newHopBed is a bed whose pods reach each other through a router with a smaller MTU.
-func newHopBed(t *testing.T, capture config.Capture) *bed {
+func newHopBed(t *testing.T, v variant) *bed {
 	t.Helper()
-	b := newBedOn(t, capture, lab.Config{HopMTU: hopMTU})
+	b := newBedOn(t, v, lab.Config{HopMTU: hopMTU})
 	for _, from := range b.pods[:2] {
 		for _, to := range b.pods[2:] {
 			if err := b.Detour(from, to); err != nil {
@@ -56,9 +56,9 @@ func (b *bed) shuttle(t *testing.T, w way, n int64, limit time.Duration) error {
 }
 
 func TestNetnsSmallerMTUOnThePath(t *testing.T) {
-	for _, c := range []config.Capture{config.CaptureTUN, config.CaptureRedirect} {
-		t.Run(c.String(), func(t *testing.T) {
-			b := newHopBed(t, c)
+	for _, v := range variants {
+		t.Run(v.String(), func(t *testing.T) {
+			b := newHopBed(t, v)
 			a, z := b.start(0), b.start(1)
 			for _, w := range b.hopWays(8080) {
 				if err := b.shuttle(t, w, 4<<20, 10*time.Second); err != nil {
@@ -72,7 +72,7 @@ func TestNetnsSmallerMTUOnThePath(t *testing.T) {
 
 // Without the relay of ICMP errors a download from a netstack is never told: the test before sees the relay, not luck.
 func TestNetnsSmallerMTUWithoutTheRelay(t *testing.T) {
-	b := newHopBed(t, config.CaptureTUN)
+	b := newHopBed(t, variant{config.CaptureTUN, config.OffloadOff})
 	b.options.NoICMPRelay = true
 	b.start(0)
 	var all sync.WaitGroup

@@ -90,6 +90,10 @@ type pipeline struct {
 	proxy    *proxy.Proxy
 	server   *hbone.Server
 	pool     *hbone.Pool
+	steerer  *steerer // nil: all bytes pass through here
+	offload  string   // how flows are given back to the kernel, or off
+
+	ownSource bool // applications see the pod itself as their client
 }
 
 // startPod builds the pipeline and captures the pod's traffic: the last step, and the first that the pod could notice. If it
@@ -104,13 +108,19 @@ func (n *Node) startPod(ctx context.Context, p *pod) (err error) {
 	if l.choice.capture == config.CaptureRedirect {
 		marks, open = redirectMarks(), n.openRedirect
 	}
+	l.ownSource = n.cfg.EnableOrigSrc == config.OrigSrcNever
 	u, err := underlay.New(underlay.Config{
-		Netns: p.spec.netns, Group: n.group, Marks: marks, Rand: n.rand, Log: l.log, Descriptors: n.descriptors,
+		Netns: p.spec.netns, OwnSource: l.ownSource, Group: n.group, Marks: marks, Rand: n.rand, Log: l.log, Descriptors: n.descriptors,
 		KeepaliveTime: n.keepaliveTime(), KeepaliveInterval: n.cfg.KeepaliveInterval, KeepaliveRetries: int(n.cfg.KeepaliveRetries),
 		NoUserTimeout: !n.cfg.UserTimeoutEnabled,
 	})
 	if err != nil {
 		return err
+	}
+	if !l.ownSource {
+		if err := u.CheckTransparent(); err != nil {
+			return fmt.Errorf("%w, or ENABLE_ORIG_SRC=false, with which applications see the pod itself as their client", err)
+		}
 	}
 	if l.listener, err = listenHBONE(u, &p.spec); err != nil {
 		return err
@@ -120,8 +130,8 @@ func (n *Node) startPod(ctx context.Context, p *pod) (err error) {
 			err = errors.Join(err, l.abandon(ctx))
 		}
 	}()
-	handle := func(local func(netip.Addr) bool) (stack.Handler, error) {
-		return l.assemble(n, &p.spec.client, u, local)
+	handle := func(local func(netip.Addr) bool, kernel proxy.Kernel) (stack.Handler, error) {
+		return l.assemble(n, &p.spec.client, u, local, kernel)
 	}
 	if l.backend, err = open(ctx, l, &p.spec, u, handle); err != nil {
 		return err
@@ -129,7 +139,7 @@ func (n *Node) startPod(ctx context.Context, p *pod) (err error) {
 	if err := l.listener.Start(l.server.Serve); err != nil {
 		return err
 	}
-	l.log.Info("listener established", "address", l.listener.Addr().String(), "component", "inbound", "netns", p.spec.netns.String(), "reason", l.choice.reason)
+	l.log.Info("listener established", "address", l.listener.Addr().String(), "component", "inbound", "netns", p.spec.netns.String(), "reason", l.choice.reason, "transparent", !l.ownSource)
 	p.set(l, nil)
 	return nil
 }
@@ -161,8 +171,8 @@ func listenHBONE(u *underlay.Underlay, spec *podSpec) (*underlay.Listener, error
 	return l, err
 }
 
-// assemble builds the proxy and both ends of HBONE; local knows the pod's addresses.
-func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, local func(netip.Addr) bool) (_ *proxy.Proxy, err error) {
+// assemble builds the proxy and both ends of HBONE, as a makeHandler does.
+func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, local func(netip.Addr) bool, kernel proxy.Kernel) (_ *proxy.Proxy, err error) {
 	self := func() workload.Identity {
 		if w := n.store.Snapshot().Local(c); w != nil {
 			return w.Identity()
@@ -183,7 +193,7 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, l
 		return nil, err
 	}
 	px, err := proxy.New(proxy.Config{
-		Client: c, Local: local, Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: l.pool, DNS: dns, Resolver: n.resolver,
+		Client: c, Local: local, Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: l.pool, Kernel: kernel, OwnSource: l.ownSource, DNS: dns, Resolver: n.resolver,
 		Questions: n.questions, Records: n.records, Connections: n.conns, Group: n.group, Rand: n.rand, Log: l.log, ConnectTimeout: n.cfg.ConnectTimeout,
 		Budget: n.budget, HalfClosedTimeout: unlessZero(n.cfg.HalfClosedTimeout), AppTunnelOnPodAddress: !n.cfg.LocalhostAppTunnel, NoBaggage: !n.cfg.EnableResponseBaggage,
 		LogPolicyAtInfo: n.cfg.AuthzPolicyInfoLogging,
@@ -298,5 +308,6 @@ func (l *pipeline) close(ctx context.Context, release bool) error {
 	if errors.Is(err, context.DeadlineExceeded) {
 		err = nil // what was left has been cut
 	}
+	l.proxy.LetGo()
 	return errors.Join(err, l.backend.close(ctx, release))
 }

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/internal/lab"
 )
 
 // Which backend a pod gets follows from what is asked for and from what istio-cni has done in it; there is no other way.
@@ -57,7 +58,7 @@ func TestNetnsCaptureIsChosenForEachPod(t *testing.T) {
 
 // What istio-cni's rules leave alone.
 func TestNetnsRedirectLeavesAlone(t *testing.T) {
-	b := newBedWith(t, config.CaptureRedirect)
+	b := newBedOn(t, variant{capture: config.CaptureRedirect}, lab.Config{})
 	a := b.start(0)
 	b.serve(b.pods[clientA], 9091, who)
 	client := b.pods[clientA]
@@ -88,7 +89,7 @@ func checkServiceLeadsToItself(t *testing.T, b *bed) {
 
 // Without the process istio-cni's rules lead to ports that nobody listens on.
 func TestNetnsRedirectCrashLetsNothingOut(t *testing.T) {
-	c := newCrashWith(t, config.CaptureRedirect)
+	c := newCrashOf(t, variant{capture: config.CaptureRedirect})
 	for _, a := range c.dieUnderLoad() {
 		if !errors.Is(a.err, syscall.ECONNREFUSED) || a.took > 200*time.Millisecond {
 			t.Errorf("%v after the death, %s: %v after %v, want it refused at once", a.after, a.to, a.err, a.took)
@@ -117,7 +118,7 @@ func TestNetnsRedirectCrashLetsNothingOut(t *testing.T) {
 
 // An orderly end leaves nothing behind but istio-cni's rules, which then refuse.
 func TestNetnsRedirectStopLeavesThePodsAsTheyWere(t *testing.T) {
-	b := newBedWith(t, config.CaptureRedirect)
+	b := newBedOn(t, variant{capture: config.CaptureRedirect}, lab.Config{})
 	b.serve(b.pods[webB], 8080, echo)
 	b.start(1)
 	for range 2 {
@@ -137,7 +138,7 @@ func TestNetnsRedirectStopLeavesThePodsAsTheyWere(t *testing.T) {
 // An application that asks before it reads: what it has sent before the upstream answered is not lost, and what comes in while
 // the set-up waits does not end it.
 func TestNetnsRedirectKeepsEarlyBytes(t *testing.T) {
-	b := newBedWith(t, config.CaptureRedirect)
+	b := newBedOn(t, variant{capture: config.CaptureRedirect}, lab.Config{})
 	b.start(0)
 	b.start(1)
 	text := strings.Repeat(rand.Text(), 1000)

@@ -1,0 +1,165 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/proxy"
+	"ztun.dev/ztun/stack"
+	"ztun.dev/ztun/tun"
+)
+
+// A carriers is the proxies of the pods whose flows the kernel may carry, by the cookie of their namespaces.
+type carriers struct {
+	mu sync.Mutex // guards below
+	by map[uint64]*proxy.Proxy
+}
+
+// add returns what takes p out again.
+func (c *carriers) add(netns uint64, p *proxy.Proxy) (remove func()) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.by == nil {
+		c.by = make(map[uint64]*proxy.Proxy)
+	}
+	c.by[netns] = p
+	return func() {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if c.by[netns] == p {
+			delete(c.by, netns)
+		}
+	}
+}
+
+// ended takes the end of a flow in the kernel.
+func (c *carriers) ended(e tun.EndedFlow) {
+	c.mu.Lock()
+	p := c.by[e.Netns]
+	c.mu.Unlock()
+	if p != nil {
+		p.Ended(stack.Flow{Proto: stack.TCP, Src: e.Src, Dst: e.Dst}, proxy.KernelEnd{
+			Established: e.Established, Received: e.Received, Sent: e.Sent, Err: e.Err,
+		})
+	}
+}
+
+// openSteering loads what leads flows past user space. What the kernel cannot do is an error only if it was asked for by name.
+func (n *Node) openSteering() (err error) {
+	if n.cfg.Offload == config.OffloadOff {
+		return nil
+	}
+	n.steering, err = tun.NewSteering(tun.SteeringConfig{Mode: n.cfg.Offload.String(), Marks: n.marks, Log: n.log, Ended: n.carriers.ended})
+	switch {
+	case err == nil:
+		n.log.Info("flows are given back to the kernel", "backend", n.steering.Backend())
+	case n.cfg.Offload == config.OffloadAuto:
+		n.log.Warn("flows cannot be given back to the kernel: all bytes pass through user space", "reason", err.Error())
+		return nil
+	default:
+		err = fmt.Errorf("ZTUN_OFFLOAD=%s: %w; auto takes what this kernel can", n.cfg.Offload, err)
+	}
+	return err
+}
+
+// offload is how the flows of a device are given back to the kernel.
+func (n *Node) offload(d *tun.Kernel) string {
+	if !d.Steers() {
+		return config.OffloadOff.String()
+	}
+	return n.steering.Backend()
+}
+
+// A steerer leads the flows of one pod. It is what the stack and the proxy know of the kernel.
+type steerer struct {
+	device *tun.Kernel
+	stack  *stack.Stack
+}
+
+var (
+	_ stack.Steerer = (*steerer)(nil)
+	_ proxy.Kernel  = (*steerer)(nil)
+)
+
+// inbound reports whether a flow was opened by somebody else.
+func (s *steerer) inbound(f stack.Flow) bool { return s.device.Local(f.Dst.Addr()) }
+
+// HandBack implements stack.Steerer.
+func (s *steerer) HandBack(f stack.Flow) error {
+	way := tun.ToNetwork
+	if s.inbound(f) {
+		way = tun.ToApplication
+	}
+	return s.device.Steer(f.Src, f.Dst, way)
+}
+
+// Accept implements stack.Steerer.
+func (s *steerer) Accept(f stack.Flow) error {
+	way := tun.ToListener
+	if s.inbound(f) {
+		way = tun.ToListenerInbound
+	}
+	return s.device.Steer(f.Src, f.Dst, way)
+}
+
+// Unsteer implements stack.Steerer.
+func (s *steerer) Unsteer(f stack.Flow) { s.device.Unsteer(f.Src, f.Dst) }
+
+// Destroy implements proxy.Kernel.
+func (s *steerer) Destroy(local, remote netip.AddrPort) error {
+	return s.device.DestroySocket(local, remote)
+}
+
+// Forget implements proxy.Kernel.
+func (s *steerer) Forget(f stack.Flow) { s.stack.Ended(f) }
+
+// sockets are the pod's TCP sockets.
+func (s *steerer) sockets(f func(proxy.KernelSocket)) error {
+	return s.device.Sockets(func(local, remote netip.AddrPort, i tun.SocketInfo) {
+		f(proxy.KernelSocket{
+			Local: local, Remote: remote, Established: i.State != unix.BPF_TCP_SYN_SENT,
+			Received: i.BytesReceived, Sent: i.BytesAcked, // of which a FIN, and the SYN of who connected, are one
+		})
+	})
+}
+
+// hearEnds takes the ends of flows from the kernel until ctx ends.
+func (n *Node) hearEnds(ctx context.Context) {
+	if err := n.steering.Run(ctx); err != nil {
+		n.log.Warn("the kernel does not tell the ends of flows any more: they are found by looking for their sockets", "every", lookEvery.String(), "error", err.Error())
+	}
+}
+
+// lookEvery is how often the connections that the kernel carries are compared with its sockets: how old their counts are, and how
+// long an end that nobody told of stays unnoticed, twice at most.
+const lookEvery = 10 * time.Second
+
+// watchCarried compares until ctx ends.
+func (n *Node) watchCarried(ctx context.Context) {
+	tick := time.NewTicker(lookEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		for _, p := range n.listPods() {
+			l := p.current()
+			if l == nil || l.steerer == nil {
+				continue
+			}
+			if err := l.proxy.Look(l.steerer.sockets); err != nil && !errors.Is(err, net.ErrClosed) {
+				p.log.Warn("sockets of the pod not listed: what the kernel carries of it is not counted", "error", err.Error())
+			}
+		}
+	}
+}
