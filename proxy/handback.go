@@ -168,14 +168,16 @@ func (p *Proxy) Ended(f stack.Flow, e KernelEnd) {
 	}
 	k.Received.Store(e.Received)
 	k.Sent.Store(e.Sent)
-	k.Finish(e.cause(f))
+	k.Finish(e.cause(k.Direction, f))
 }
 
 // cause is nil for an ordinary end, as resets of established connections are.
-func (e *KernelEnd) cause(f stack.Flow) error {
+func (e *KernelEnd) cause(d telemetry.Direction, f stack.Flow) error {
 	switch {
 	case !e.Established && e.Err == nil:
 		return stack.ErrGone
+	case !e.Established && d == telemetry.Inbound:
+		return &connectError{e.Err}
 	case !e.Established:
 		return fmt.Errorf("connect %s: %w", f.Dst, e.Err)
 	case e.Err == nil, errors.Is(e.Err, syscall.ECONNRESET), errors.Is(e.Err, syscall.EPIPE), errors.Is(e.Err, syscall.ECONNABORTED):

@@ -125,8 +125,8 @@ func TestEndOfAConnectionInTheKernel(t *testing.T) {
 	}{
 		{"ordinary", KernelEnd{true, 11, 22, nil}, `bytes_sent=11 bytes_recv=22 duration="0ms" carried="kernel" response_flags="-"`},
 		{"reset by a side", KernelEnd{true, 11, 22, syscall.ECONNRESET}, `bytes_sent=11 bytes_recv=22 duration="0ms" carried="kernel" response_flags="-"`},
-		{"lost", KernelEnd{true, 11, 22, syscall.ETIMEDOUT}, `error="in the kernel: connection timed out" carried="kernel" response_flags="STREAM_RESET"`},
-		{"refused", KernelEnd{false, 0, 0, syscall.ECONNREFUSED}, `error="connect 1.2.3.4:80: connection refused" carried="kernel" response_flags="CONNECT"`},
+		{"lost", KernelEnd{true, 11, 22, syscall.ETIMEDOUT}, `error="in the kernel: Connection timed out (os error 110)" carried="kernel" response_flags="STREAM_RESET"`},
+		{"refused", KernelEnd{false, 0, 0, syscall.ECONNREFUSED}, `error="io error: Connection refused (os error 111)" carried="kernel" response_flags="CONNECT"`},
 		{"given up by the application", KernelEnd{}, `error="` + stack.ErrGone.Error() + `" carried="kernel" response_flags="-"`},
 	}
 	for _, tt := range tests {

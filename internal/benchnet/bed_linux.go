@@ -51,14 +51,14 @@ type bed struct {
 	dir     string
 	binary  string
 	members []member
-	nodes   [2]*ztun // nil while it does not run
+	nodes   [4]*ztun // nil while it does not run; the last two give nothing back to the kernel
 	paths   []*path  // direct first
 }
 
 // newBed builds everything but ztun's processes. dir is for files.
 func newBed(ctx context.Context, binary, dir string) (_ *bed, err error) {
 	b := &bed{dir: dir, binary: binary}
-	if b.lab, err = lab.New(ctx, lab.Config{Nodes: 2, PodsPerNode: podCount, TimeWaitBuckets: timeWaitBuckets}); err != nil {
+	if b.lab, err = lab.New(ctx, lab.Config{Nodes: 4, PodsPerNode: podCount, TimeWaitBuckets: timeWaitBuckets}); err != nil {
 		return nil, fmt.Errorf("benchnet: %w", err)
 	}
 	defer func() {
@@ -89,7 +89,8 @@ func (b *bed) serve(ctx context.Context) error {
 		return c.Pid(), errors.Join(h.WaitListening(wait, port), h.WaitListening(wait, port+1), h.WaitListening(wait, port+2))
 	}
 	mesh, plain := b.lab.Pod(1, podMesh), b.lab.Pod(1, podPlain)
-	for _, h := range []*lab.Host{mesh, plain} {
+	meshOff, plainOff := b.lab.Pod(3, podMesh), b.lab.Pod(3, podPlain)
+	for _, h := range []*lab.Host{mesh, plain, meshOff, plainOff} {
 		if _, err := start(h, smallPort, "bench-server"); err != nil {
 			return err
 		}
@@ -129,27 +130,37 @@ func (b *bed) serve(ctx context.Context) error {
 		}
 	}
 	none := fixed(0)
-	from := func(first int) path { // a pod and the one beside it
-		return path{client: b.lab.Pod(0, first), neighbour: b.lab.Pod(0, first+1), port: smallPort, source: none, destination: none, through: nodes()}
+	from := func(node, pod, beside int) path {
+		return path{client: b.lab.Pod(node, pod), neighbour: b.lab.Pod(node, beside), port: smallPort, source: none, destination: none, through: nodes()}
 	}
+	fromPlain, fromMesh := from(0, podPlain, podPlainNeighbour), from(0, podMesh, podMeshNeighbour)
+	fromPlainOff, fromMeshOff := from(2, podPlain, podPlainNeighbour), from(2, podMesh, podMeshNeighbour)
 	add := func(name string, p path, to *lab.Host, change func(p *path)) {
 		p.name, p.addr = name, to.Addr4.String()
 		change(&p)
 		b.paths = append(b.paths, &p)
 	}
-	add(pathDirect, from(podPlain), plain, func(*path) {})
-	add(pathRelay, from(podPlain), a, func(p *path) { p.port, p.source = relayPort, fixed(relay) })
-	add(pathRelayPair, from(podPlain), a, func(p *path) { p.port, p.source, p.destination = tlsRelayPort, fixed(relayA), fixed(relayZ) })
-	add(pathPassthrough, from(podMesh), plain, func(p *path) { p.source, p.through = running(0), nodes(0) })
-	add(pathInbound, from(podPlain), mesh, func(p *path) { p.destination, p.through = running(1), nodes(1) })
-	add(pathMesh, from(podMesh), mesh, func(p *path) { p.source, p.destination, p.through = running(0), running(1), nodes(0, 1) })
+	add(pathDirect, fromPlain, plain, func(*path) {})
+	add(pathControl, from(0, podPlainNeighbour, podPlain), plain, func(*path) {})
+	add(pathRelay, fromPlain, a, func(p *path) { p.port, p.source = relayPort, fixed(relay) })
+	add(pathRelayPair, fromPlain, a, func(p *path) { p.port, p.source, p.destination = tlsRelayPort, fixed(relayA), fixed(relayZ) })
+	add(pathPassthrough, fromMesh, plain, func(p *path) { p.source, p.through = running(0), nodes(0) })
+	add(pathInbound, fromPlain, mesh, func(p *path) { p.destination, p.through = running(1), nodes(1) })
+	add(pathMesh, fromMesh, mesh, func(p *path) { p.source, p.destination, p.through = running(0), running(1), nodes(0, 1) })
+	add(pathNetstackPassthrough, fromMeshOff, plainOff, func(p *path) { p.source, p.through = running(2), nodes(2) })
+	add(pathNetstackInbound, fromPlainOff, meshOff, func(p *path) { p.destination, p.through = running(3), nodes(3) })
+	add(pathNetstackMesh, fromMeshOff, meshOff, func(p *path) { p.source, p.destination, p.through = running(2), running(3), nodes(2, 3) })
 	return nil
 }
 
-// startZtun starts both nodes.
+// startZtun starts all nodes.
 func (b *bed) startZtun(ctx context.Context) error {
 	for i := range b.nodes {
-		z, err := startZtun(ctx, b.binary, b.dir, b.lab.Node(i), b.members)
+		offload := "auto"
+		if i >= 2 {
+			offload = "off"
+		}
+		z, err := startZtun(ctx, b.binary, b.dir, b.lab.Node(i), b.members, offload)
 		if err != nil {
 			return err
 		}
@@ -158,7 +169,7 @@ func (b *bed) startZtun(ctx context.Context) error {
 	return nil
 }
 
-// stopZtun ends both nodes at once.
+// stopZtun ends all nodes at once.
 func (b *bed) stopZtun() error {
 	errs := make(chan error)
 	n := 0

@@ -40,6 +40,7 @@ type cell struct {
 	Samples []sample `json:"samples"`
 	Median  float64  `json:"median"`
 	Ratio   float64  `json:"ratio,omitempty"` // median of the samples' ratios; 0 where nothing is direct
+	Rival   float64  `json:"rival,omitempty"` // median of their ratios to the path's rival; 0 where it has none
 }
 
 // A sample is the figure of one round.
@@ -47,6 +48,7 @@ type sample struct {
 	Round int     `json:"round"`
 	Value float64 `json:"value"`
 	Ratio float64 `json:"ratio,omitempty"` // to direct in the same round
+	Rival float64 `json:"rival,omitempty"` // to the rival in the same round
 }
 
 func (r *row) cell(path string) *cell {
@@ -95,27 +97,40 @@ func (r *report) finish() {
 		slices.SortFunc(w.Cells, func(a, b cell) int { return slices.Index(pathOrder, a.Path) - slices.Index(pathOrder, b.Path) })
 		reference := w.cell(pathDirect)
 		for j := range w.Cells {
-			w.Cells[j].finish(reference)
+			c := &w.Cells[j]
+			c.finish(reference, w.cell(rivals[c.Path]))
 		}
 	}
 }
 
-func (c *cell) finish(reference *cell) {
-	var values, ratios []float64
+func (c *cell) finish(reference, rival *cell) {
+	var values, ratios, rivals []float64
 	for i := range c.Samples {
 		s := &c.Samples[i]
 		values = append(values, s.Value)
-		if reference == nil || reference == c {
-			continue
+		if s.Ratio = s.to(reference); s.Ratio > 0 && reference != c {
+			ratios = append(ratios, s.Ratio)
+		} else {
+			s.Ratio = 0
 		}
-		for _, d := range reference.Samples {
-			if d.Round == s.Round && d.Value > 0 {
-				s.Ratio = s.Value / d.Value
-				ratios = append(ratios, s.Ratio)
-			}
+		if s.Rival = s.to(rival); s.Rival > 0 {
+			rivals = append(rivals, s.Rival)
 		}
 	}
-	c.Median, c.Ratio = median(values), median(ratios)
+	c.Median, c.Ratio, c.Rival = median(values), median(ratios), median(rivals)
+}
+
+// to is the ratio of a sample to that of another path in the same round; 0 without one.
+func (s *sample) to(other *cell) float64 {
+	if other == nil {
+		return 0
+	}
+	for _, o := range other.Samples {
+		if o.Round == s.Round && o.Value > 0 {
+			return s.Value / o.Value
+		}
+	}
+	return 0
 }
 
 // median of an even number is the mean of the two in the middle; of none, 0.

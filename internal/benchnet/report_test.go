@@ -52,19 +52,43 @@ func TestTables(t *testing.T) {
 	r.addRows([]row{{Name: "bulk/1/up", Title: "1 stream up", Unit: "Gbit/s"}, {Name: "cpu/1/up/source", Title: "CPU", Unit: "s/GB"}})
 	r.add("bulk/1/up", pathDirect, 0, 20)
 	r.add("bulk/1/up", pathMesh, 0, 5.001)
+	r.add("bulk/1/up", pathNetstackMesh, 1, 2.5) // of another round
 	r.add("cpu/1/up/source", pathMesh, 0, 123.4)
 	r.finish()
 	var text, md strings.Builder
 	if err := errors.Join(r.text(&text), r.markdown(&md)); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"                     direct         mesh\n1 stream up, Gbit/s    20.0  5.00 (0.25)\n", "           mesh\nCPU, s/GB   123\n"} {
+	for _, want := range []string{"                     direct         mesh  netstack-mesh\n1 stream up, Gbit/s    20.0  5.00 (0.25)           2.50\n", "           mesh\nCPU, s/GB   123\n"} {
 		if !strings.Contains(text.String(), want) {
 			t.Errorf("the text lacks %q:\n%s", want, text.String())
 		}
 	}
-	if want := "|  | direct | mesh |\n|---|--:|--:|\n| 1 stream up, Gbit/s | 20.0 | 5.00 (0.25) |\n"; !strings.Contains(md.String(), want) {
+	if want := "|  | direct | mesh | netstack-mesh |\n|---|--:|--:|--:|\n| 1 stream up, Gbit/s | 20.0 | 5.00 (0.25) | 2.50 |\n"; !strings.Contains(md.String(), want) {
 		t.Errorf("the Markdown lacks %q:\n%s", want, md.String())
+	}
+}
+
+func TestRivals(t *testing.T) {
+	var r report
+	r.addRows([]row{{Name: "bulk/1/up", Title: "1 stream up", Unit: "Gbit/s"}})
+	for round, v := range []float64{10, 20} {
+		r.add("bulk/1/up", pathDirect, round, 2*v)
+		r.add("bulk/1/up", pathControl, round, v)
+	}
+	r.add("bulk/1/up", pathPassthrough, 0, 9)
+	r.add("bulk/1/up", pathPassthrough, 1, 10)
+	r.finish()
+	if c := r.Rows[0].cell(pathPassthrough); math.Abs(c.Rival-0.7) > 1e-9 || math.Abs(c.Ratio-0.35) > 1e-9 {
+		t.Errorf("cell %+v, want 0.7 of the control and 0.35 of direct", c)
+	}
+	var text strings.Builder
+	if err := r.text(&text); err != nil {
+		t.Fatal(err)
+	}
+	want := "             passthrough to control  inbound to control  mesh to netstack-mesh\n1 stream up                    0.70                   –                      –\n"
+	if !strings.Contains(text.String(), want) {
+		t.Errorf("the text lacks %q:\n%s", want, text.String())
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -58,7 +59,7 @@ func TestNetnsEveryFigureIsThere(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	everywhere := []string{pathDirect, pathRelay, pathRelayPair, pathPassthrough, pathInbound, pathMesh}
+	everywhere := slices.Delete(slices.Clone(pathOrder), 0, 1) // but for what is of a process
 	want := map[string][]string{"rss/process": {pathZtun}, podsRow: {pathZtun}, idleName + "/source": {pathPassthrough, pathMesh}, idleName + "/destination": {pathInbound, pathMesh}}
 	for _, m := range measurements() {
 		for _, w := range m.rows {
@@ -66,9 +67,9 @@ func TestNetnsEveryFigureIsThere(t *testing.T) {
 			case !strings.HasPrefix(w.Name, "cpu/"):
 				want[w.Name] = everywhere
 			case strings.HasSuffix(w.Name, "/source"):
-				want[w.Name] = []string{pathRelay, pathRelayPair, pathPassthrough, pathMesh}
+				want[w.Name] = []string{pathRelay, pathRelayPair, pathPassthrough, pathMesh, pathNetstackPassthrough, pathNetstackMesh}
 			default:
-				want[w.Name] = []string{pathRelayPair, pathInbound, pathMesh}
+				want[w.Name] = []string{pathRelayPair, pathInbound, pathMesh, pathNetstackInbound, pathNetstackMesh}
 			}
 		}
 	}

@@ -17,10 +17,24 @@ const (
 	pathInbound     = "inbound"
 	pathMesh        = "mesh"
 	pathZtun        = "ztun" // what is not measured on a path, but of a process
+
+	pathControl = "control" // as direct, from another pod: what differs from it is noise
+
+	// Through ztun with ZTUN_OFFLOAD=off.
+	pathNetstackPassthrough = "netstack-passthrough"
+	pathNetstackInbound     = "netstack-inbound"
+	pathNetstackMesh        = "netstack-mesh"
 )
 
 // pathOrder is that of columns.
-var pathOrder = []string{pathZtun, pathDirect, pathRelay, pathRelayPair, pathPassthrough, pathInbound, pathMesh}
+var pathOrder = []string{
+	pathZtun, pathDirect, pathControl, pathRelay, pathRelayPair, pathPassthrough, pathInbound, pathMesh,
+	pathNetstackPassthrough, pathNetstackInbound, pathNetstackMesh,
+}
+
+// rivals are what some paths are compared with beside direct: what the kernel carries with what nobody captures, what it has the
+// application's side of with a netstack in its place.
+var rivals = map[string]string{pathPassthrough: pathControl, pathInbound: pathControl, pathMesh: pathNetstackMesh}
 
 // A table is some rows of a report as text.
 type table struct {
@@ -35,7 +49,7 @@ func (r *report) tables() []table {
 		title string
 		of    func(name string) bool
 	}{
-		{"Speed (in parentheses: ratio to direct of the same round)", func(name string) bool { return !strings.HasPrefix(name, "cpu/") && !strings.HasPrefix(name, "rss/") }},
+		{speedTitle, func(name string) bool { return !strings.HasPrefix(name, "cpu/") && !strings.HasPrefix(name, "rss/") }},
 		{"CPU seconds of the process on each side", func(name string) bool { return strings.HasPrefix(name, "cpu/") }},
 		{"Memory", func(name string) bool { return strings.HasPrefix(name, "rss/") }},
 	} {
@@ -55,8 +69,46 @@ func (r *report) tables() []table {
 			lines = append(lines, line)
 		}
 		all = append(all, table{t.title, lines})
+		if t.title == speedTitle {
+			if c := r.compared(); len(c.lines) > 0 {
+				all = append(all, c)
+			}
+		}
 	}
 	return all
+}
+
+const speedTitle = "Speed (in parentheses: ratio to direct of the same round)"
+
+// compared is the table of the ratios to rivals; without lines there are none.
+func (r *report) compared() table {
+	t := table{title: "Ratio to another path of the same round"}
+	head := []string{""}
+	for _, p := range pathOrder {
+		if rival := rivals[p]; rival != "" {
+			head = append(head, p+" to "+rival)
+		}
+	}
+	for _, w := range r.Rows {
+		line, some := []string{w.Title}, false
+		for _, p := range pathOrder {
+			if rivals[p] == "" {
+				continue
+			}
+			text := "–"
+			if c := w.cell(p); c != nil && c.Rival > 0 {
+				text, some = number(c.Rival), true
+			}
+			line = append(line, text)
+		}
+		if some {
+			t.lines = append(t.lines, line)
+		}
+	}
+	if len(t.lines) > 0 {
+		t.lines = append([][]string{head}, t.lines...)
+	}
+	return t
 }
 
 // String is the median and the ratio. It can be asked of nothing.

@@ -107,7 +107,7 @@ func checkRecordsOfTheKernelsConnections(t *testing.T, b *bed) {
 			if _, err := b.dial(b.pods[clientA], to); !errors.Is(err, syscall.ECONNREFUSED) {
 				t.Errorf("%s: %v, want it refused", to, err)
 			}
-			a.out.await(t, `error="connect `+to+`: connection refused"`, a.done, `carried="kernel"`)
+			a.out.await(t, `error="io error: Connection refused (os error 111)"`, a.done, `carried="kernel"`, "dst.addr="+to)
 		}
 	})
 	t.Run("reset", func(t *testing.T) {
