@@ -115,12 +115,12 @@ func setUp(c *admin.Connection) (sum float64) {
 
 func printConns(w io.Writer, list []admin.Connection) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	_, _ = fmt.Fprintln(t, "ID\tDIRECTION\tSTATE\tAGE\tIDLE\tSRC\tDST\tSERVICE\tFROM\tTO\tRECEIVED\tSENT\tBUFFERED\tSETUP\tTUNNEL\tPOLICY") // as in printConfig
+	_, _ = fmt.Fprintln(t, "ID\tDIRECTION\tSTATE\tAGE\tIDLE\tSRC\tDST\tSERVICE\tFROM\tTO\tRECEIVED\tSENT\tBUFFERED\tSETUP\tTUNNEL\tCARRIED\tPOLICY") // as in printConfig
 	for i := range list {
 		c := &list[i]
-		_, _ = fmt.Fprintf(t, "%d\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\t%s\n", c.ID, c.Direction, c.State, seconds(c.AgeSeconds), seconds(c.IdleSeconds),
+		_, _ = fmt.Fprintf(t, "%d\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%d\t%d\t%d\t%s\t%s\t%s\t%s\n", c.ID, c.Direction, c.State, seconds(c.AgeSeconds), seconds(c.IdleSeconds),
 			c.Src, cmp.Or(c.OriginalDst, c.Dst), dash(c.Service), who(c.SrcIdentity, c.SrcWorkload), who(c.DstIdentity, c.DstWorkload),
-			c.Received, c.Sent, c.Buffered, seconds(setUp(c)), dash(c.Tunnel), dash(c.Policy))
+			c.Received, c.Sent, c.Buffered, seconds(setUp(c)), dash(c.Tunnel), dash(c.Carried), dash(c.Policy))
 	}
 	return t.Flush()
 }

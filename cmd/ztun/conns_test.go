@@ -16,7 +16,7 @@ import (
 
 var connsSample = []admin.Connection{
 	{ID: 1, Direction: "outbound", State: "open", Pod: "shop/cart", Src: "10.1.0.1:40000", Dst: "10.1.0.2:15008", OriginalDst: "10.96.0.10:80", Service: "web.shop.svc.cluster.local", SrcIdentity: "spiffe://td/ns/shop/sa/cart", DstIdentity: "spiffe://td/ns/shop/sa/web", Tunnel: "10.1.0.1:50000", AgeSeconds: 3700, IdleSeconds: 0.02, Received: 11, Sent: 22, SetUp: map[string]float64{"classify": 0.000_004, "connect": 0.001, "tls": 0.003}},
-	{ID: 2, Direction: "inbound", State: "half-closed-local", Pod: "shop/web", Src: "10.1.0.9:40000", Dst: "10.1.0.2:8080", OriginalDst: "10.1.0.2:8080", DstWorkload: "shop/web", Policy: "shop/allow", AgeSeconds: 1200, IdleSeconds: 900, Received: 1 << 20},
+	{ID: 2, Direction: "inbound", State: "half-closed-local", Pod: "shop/web", Src: "10.1.0.9:40000", Dst: "10.1.0.2:8080", OriginalDst: "10.1.0.2:8080", DstWorkload: "shop/web", Policy: "shop/allow", Carried: "kernel", AgeSeconds: 1200, IdleSeconds: 900, Received: 1 << 20},
 	{ID: 3, Direction: "outbound", State: "half-closed-remote", Pod: "shop/cart", Src: "10.1.0.1:40001", Dst: "192.0.2.1:443", OriginalDst: "192.0.2.1:443", SrcWorkload: "shop/cart", AgeSeconds: 90, IdleSeconds: 60},
 }
 
@@ -35,10 +35,10 @@ func askConns(t *testing.T, args ...string) (code int, out, errs string) {
 
 func TestConnsAsATable(t *testing.T) {
 	code, out, errs := askConns(t)
-	const want = `ID  DIRECTION  STATE               AGE     IDLE   SRC             DST            SERVICE                     FROM                         TO                          RECEIVED  SENT  BUFFERED  SETUP  TUNNEL          POLICY
-1   outbound   open                1h1m40s  20ms   10.1.0.1:40000  10.96.0.10:80  web.shop.svc.cluster.local  spiffe://td/ns/shop/sa/cart  spiffe://td/ns/shop/sa/web  11        22    0         4ms    10.1.0.1:50000  -
-2   inbound    half-closed-local   20m0s   15m0s  10.1.0.9:40000  10.1.0.2:8080  -                           -                            (shop/web)                  1048576   0     0         0s     -               shop/allow
-3   outbound   half-closed-remote  1m30s   1m0s   10.1.0.1:40001  192.0.2.1:443  -                           (shop/cart)                  -                           0         0     0         0s     -               -
+	const want = `ID  DIRECTION  STATE               AGE     IDLE   SRC             DST            SERVICE                     FROM                         TO                          RECEIVED  SENT  BUFFERED  SETUP  TUNNEL          CARRIED  POLICY
+1   outbound   open                1h1m40s  20ms   10.1.0.1:40000  10.96.0.10:80  web.shop.svc.cluster.local  spiffe://td/ns/shop/sa/cart  spiffe://td/ns/shop/sa/web  11        22    0         4ms    10.1.0.1:50000  -        -
+2   inbound    half-closed-local   20m0s   15m0s  10.1.0.9:40000  10.1.0.2:8080  -                           -                            (shop/web)                  1048576   0     0         0s     -               kernel   shop/allow
+3   outbound   half-closed-remote  1m30s   1m0s   10.1.0.1:40001  192.0.2.1:443  -                           (shop/cart)                  -                           0         0     0         0s     -               -        -
 `
 	if code != 0 || strings.Join(strings.Fields(out), " ") != strings.Join(strings.Fields(want), " ") {
 		t.Errorf("code %d, %s\n%s\nwant\n%s", code, errs, out, want)

@@ -613,6 +613,7 @@ func TestConfigDump(t *testing.T) {
 	in.Took(telemetry.StepConnect, 250*time.Microsecond)
 	plain.Established(start)
 	plain.Close(errors.New("asked to"))
+	plain.CarriedByKernel(true)
 
 	got := l.do("GET", "admin", "/config_dump")
 	if got.ContentType != "application/json" {

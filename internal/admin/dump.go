@@ -268,7 +268,8 @@ type Connection struct {
 	DstWorkload string             `json:"dstWorkload,omitempty"`
 	SrcIdentity string             `json:"srcIdentity,omitempty"`
 	DstIdentity string             `json:"dstIdentity,omitempty"`
-	Tunnel      string             `json:"tunnel,omitempty"` // this node's end
+	Tunnel      string             `json:"tunnel,omitempty"`  // this node's end
+	Carried     string             `json:"carried,omitempty"` // "kernel": the bytes do not pass through this process
 	TraceID     string             `json:"traceId,omitempty"`
 	Policy      string             `json:"policy,omitempty"` // that allowed it
 	AgeSeconds  float64            `json:"ageSeconds"`
@@ -290,6 +291,9 @@ func (s *Server) conns() []Connection {
 			SrcIdentity: c.SrcIdentity.String(), DstIdentity: c.DstIdentity.String(), Tunnel: addr(x.Tunnel), TraceID: c.TraceID, Policy: x.Policy,
 			AgeSeconds: c.Duration(now).Seconds(), IdleSeconds: x.Idle.Seconds(), Received: c.Received.Load(), Sent: c.Sent.Load(), Buffered: x.Buffered,
 			SetUp: make(map[string]float64),
+		}
+		if c.Kernel() {
+			j.Carried = "kernel"
 		}
 		if c.Direction == telemetry.Inbound {
 			j.Pod = named(c.Destination)
