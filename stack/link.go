@@ -26,6 +26,7 @@ type link struct {
 	count *counters
 
 	stack atomic.Pointer[dispatcher] // nil: not attached
+	tap   atomic.Pointer[Tap]        // nil: nobody looks
 	vecs  sync.Pool                  // *txVec
 	flat  sync.Pool                  // *flatPacket
 
@@ -96,6 +97,9 @@ func (l *link) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error) {
 }
 
 func (l *link) writePacket(pkt *stack.PacketBuffer) {
+	if tap := l.tap.Load(); tap != nil {
+		l.show(*tap, pkt)
+	}
 	h := vnetHeader(pkt)
 	if l.fd >= 0 {
 		v := l.vecs.Get().(*txVec)
@@ -118,7 +122,12 @@ func (l *link) writePacket(pkt *stack.PacketBuffer) {
 }
 
 // write writes a packet that has its header before it. It may be called from any goroutine.
-func (l *link) write(buf []byte) { l.writeFlat([][]byte{buf}) }
+func (l *link) write(buf []byte) {
+	if tap := l.tap.Load(); tap != nil {
+		(*tap)(true, buf[headroom:])
+	}
+	l.writeFlat([][]byte{buf})
+}
 
 func (l *link) writeFlat(bufs [][]byte) {
 	n := len(bufs[0]) - headroom

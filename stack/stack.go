@@ -236,6 +236,9 @@ func (s *Stack) writeBack(buf []byte) bool {
 func (s *Stack) receive(vnet, b []byte) {
 	s.count.rxPackets.Add(1)
 	s.count.rxBytes.Add(uint64(len(b)))
+	if tap := s.link.tap.Load(); tap != nil {
+		(*tap)(false, b)
+	}
 	var p packet
 	if why, ok := p.parse(b, len(b)); !ok {
 		s.count.drop(why)
@@ -276,6 +279,9 @@ func (s *Stack) receiveSegment(vnet, hdr, rest []byte, view *buffer.View) {
 	total := len(hdr) + len(rest) + view.Size()
 	s.count.rxPackets.Add(1)
 	s.count.rxBytes.Add(uint64(total))
+	if tap := s.link.tap.Load(); tap != nil {
+		(*tap)(false, hdr, rest, view.AsSlice())
+	}
 	var p packet
 	why, ok := p.parse(hdr, total)
 	var h tun.VnetHdr

@@ -85,7 +85,7 @@ Without a command it does what "ztun proxy" does.`
 	}
 	root.SilenceErrors, root.SilenceUsage = true, true
 	root.SetFlagErrorFunc(flagError)
-	root.AddCommand(newProxy(env), newConfig(env), newExplain(), newConns(), newReplay(), newVersion(), newDemo(),
+	root.AddCommand(newProxy(env), newConfig(env), newExplain(), newConns(), newReplay(), newCapture(), newVersion(), newDemo(),
 		newDemoProgram("demo-server", "The server in a pod of the demonstration", demo.ServerMain),
 		newDemoProgram("demo-client", "The client in a pod of the demonstration", demo.ClientMain))
 	root.SetHelpCommand(newHelp())

@@ -27,6 +27,9 @@ func (s *Server) adminHandler() http.Handler {
 		{"/debug/conns", "open connections: state, age, idle time, identities, bytes, tunnel, policy, times of the set-up", s.debug(func() any { return s.conns() })},
 		{"/debug/certs", "certificates, without keys", s.debug(func() any { return s.certificates() })},
 	}
+	if s.cfg.Capture != nil {
+		pages = append(pages, page{"/debug/capture", "packets of pods as pcapng (?pod=NAMESPACE/NAME&point=pod,tunnel&seconds=60&bytes=N&packets=N&snaplen=N)", s.cfg.Capture})
+	}
 	pages = append(pages, s.profiles()...)
 	paths := make(map[string]http.HandlerFunc, len(pages)+1)
 	for _, p := range pages {

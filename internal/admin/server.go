@@ -26,7 +26,7 @@ type Ports struct {
 // AnyPort is a free port of the kernel's choice.
 const AnyPort = -1
 
-// A Config configures a Server. All fields but Ports are required.
+// A Config configures a Server. All fields but Ports and Capture are required.
 type Config struct {
 	Ports     Ports
 	Dumper    Dumper
@@ -34,6 +34,7 @@ type Config struct {
 	Levels    *telemetry.Levels // what /logging shows and changes
 	Metrics   http.Handler      // telemetry.MetricsHandler
 	Readiness *Readiness
+	Capture   http.HandlerFunc                       // /debug/capture; nil: there is none
 	Shutdown  func()                                 // asks the process to end, once or more; does not wait
 	Now       func() time.Time                       // as After
 	After     func(d time.Duration) <-chan time.Time // time.After

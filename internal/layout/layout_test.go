@@ -69,6 +69,7 @@ var behind = map[string][]string{
 	"github.com/vishvananda/netlink":  {"tun"},
 	"github.com/google/nftables":      {"tun"},
 	"github.com/cilium/ebpf":          {"tun"},
+	"golang.org/x/net/bpf":            {"internal/underlay"},
 	"golang.org/x/net/http2":          {"internal/hbone"},
 	"github.com/miekg/dns":            {"dnsproxy"},
 	"github.com/spf13/cobra":          {"cmd/ztun"},

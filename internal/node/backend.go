@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/netip"
 	"runtime"
+	"sync/atomic"
 
 	"ztun.dev/ztun/internal/config"
 	"ztun.dev/ztun/internal/underlay"
@@ -71,6 +72,7 @@ type tunBackend struct {
 	stack  *stack.Stack
 	icmp   *underlay.ICMPRelay
 	mtu    *mtuWatch
+	tapped atomic.Bool // somebody captures its packets
 
 	// Where flows are given back to the kernel, which then accepts the others, too; else nil.
 	steerer   *steerer

@@ -73,6 +73,7 @@ type Node struct {
 	gate        gate
 	admin       *admin.Server
 	registry    *prometheus.Registry
+	captures    captures
 	tunnels     *hbone.Metrics
 	metrics     *metrics
 

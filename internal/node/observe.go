@@ -28,6 +28,7 @@ func (n *Node) observe(o Options) (err error) {
 	n.records, err = telemetry.NewRecorder(telemetry.Config{
 		Now: time.Now, Access: o.Stdout, JSON: n.cfg.LogFormat == telemetry.JSON, Levels: n.levels, Log: n.log, Registerer: n.registry,
 		Store: &n.store, DropLabels: n.cfg.MetricsDropLabels, Fields: n.cfg.AccessLogFields, Classify: proxy.ClassifyError, ErrorText: proxy.ErrorText,
+		Opening: n.captures.learn, Ended: func(c *telemetry.Conn, _ error) { n.captures.learn(c) },
 	})
 	if err != nil {
 		return err
@@ -42,7 +43,7 @@ func (n *Node) observe(o Options) (err error) {
 	o.Ports.Admin, o.Ports.Stats = port(o.Ports.Admin, n.cfg.AdminPort), port(o.Ports.Stats, n.cfg.StatsPort)
 	o.Build.Go, o.Build.IstioVersion = runtime.Version(), n.cfg.IstioVersion
 	n.admin, err = admin.New(admin.Config{
-		Ports: o.Ports, Dumper: n, Records: n.records, Levels: n.levels, Metrics: telemetry.MetricsHandler(n.registry), Readiness: n.readiness,
+		Ports: o.Ports, Dumper: n, Records: n.records, Levels: n.levels, Metrics: telemetry.MetricsHandler(n.registry), Readiness: n.readiness, Capture: n.serveCapture,
 		Shutdown: func() { n.quit(errors.New("asked to by the admin port")) }, Now: time.Now, After: time.After, Build: o.Build, Log: log,
 	})
 	return err

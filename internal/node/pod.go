@@ -86,6 +86,7 @@ type pipeline struct {
 	choice   choice
 	log      *slog.Logger
 	backend  backend
+	underlay *underlay.Underlay
 	listener *underlay.Listener
 	proxy    *proxy.Proxy
 	server   *hbone.Server
@@ -117,6 +118,7 @@ func (n *Node) startPod(ctx context.Context, p *pod) (err error) {
 	if err != nil {
 		return err
 	}
+	l.underlay = u
 	if !l.ownSource {
 		if err := u.CheckTransparent(); err != nil {
 			return fmt.Errorf("%w, or ENABLE_ORIG_SRC=false, with which applications see the pod itself as their client", err)

@@ -305,7 +305,7 @@ func (p *Player) fragment(k *packet, depth int) {
 
 // inject gives the netstack a packet that is complete but for its transport checksum.
 func (p *Player) inject(whole, b []byte) {
-	p.write(p.cfg.Played, DirInbound, b)
+	p.write(p.cfg.Played, DirOutbound, b) // of the pod, as tcpdump has it on a TUN device
 	p.dev.put(whole)
 }
 

@@ -508,7 +508,7 @@ func appendZeros(b []byte, n int) []byte {
 func (p *Player) written(b []byte) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.write(p.cfg.Played, DirOutbound, b)
+	p.write(p.cfg.Played, DirInbound, b)
 	var k packet
 	if k.parse(b, len(b)) != "" || k.fragment {
 		return

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"io"
 	"math"
+	"net/netip"
 	"time"
 )
 
@@ -99,4 +100,27 @@ func (o *Writer) Packet(index int, at time.Time, dir Direction, data []byte, len
 	o.buf = b
 	o.write(b)
 	return o.err
+}
+
+// Statistics writes how many packets of an interface were captured, and how many were lost.
+func (o *Writer) Statistics(index int, at time.Time, captured, dropped uint64) error {
+	const received, lost = 4, 5 // isb_ifrecv, isb_ifdrop
+	nanos := uint64(at.UnixNano())
+	b := binary.LittleEndian.AppendUint32(nil, uint32(index))
+	b = binary.LittleEndian.AppendUint32(b, uint32(nanos>>32))
+	b = binary.LittleEndian.AppendUint32(b, uint32(nanos))
+	b = option(b, received, binary.LittleEndian.AppendUint64(nil, captured+dropped))
+	b = option(b, lost, binary.LittleEndian.AppendUint64(nil, dropped))
+	const statistics = 5
+	o.block(statistics, endOptions(b))
+	return o.err
+}
+
+// Endpoints are who sends and who gets an IP packet, with the ports of TCP and UDP.
+func Endpoints(b []byte) (src, dst netip.AddrPort, ok bool) {
+	var k packet
+	if k.parse(b, math.MaxInt32) != "" {
+		return src, dst, false
+	}
+	return k.src, k.dst, true
 }

@@ -31,6 +31,9 @@ type Config struct {
 	ErrorText  func(err error) string         // what lines say of an error; nil: its own text
 	Store      *workload.Store                // which workloads there are: series of others end; nil: none ends
 
+	// Opening, if set, is told of every connection when its record begins. It must not wait.
+	Opening func(c *Conn)
+
 	// Ended, if set, is told of every connection that has ended and of every flow that failed early, by whoever ended it; err is nil if
 	// it ended by itself. It must not wait.
 	Ended func(c *Conn, err error)
@@ -97,6 +100,9 @@ func (r *Recorder) Open(f Facts, closer func(cause error)) *Conn {
 	r.opened.Add(1)
 	if r.logs(slog.LevelDebug) {
 		r.log.put(r.line(c, "debug", "connection opened", nil, false), false)
+	}
+	if r.cfg.Opening != nil {
+		r.cfg.Opening(c)
 	}
 	return c
 }

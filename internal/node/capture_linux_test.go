@@ -1,0 +1,261 @@
+package node
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/netip"
+	"os/exec"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"ztun.dev/ztun/internal/replay"
+	"ztun.dev/ztun/internal/workload"
+)
+
+// A liveCapture is the answer to /debug/capture that is being read.
+type liveCapture struct {
+	resp *http.Response
+	stop context.CancelFunc
+	done chan struct{}
+	got  *logBuffer
+}
+
+// startCapture asks the ztun of node i.
+func (b *bed) startCapture(i int, query string) *liveCapture {
+	b.t.Helper()
+	ctx, stop := context.WithCancel(b.t.Context())
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+b.nodes[i].node.admin.Addrs("admin")[0].String()+"/debug/capture?"+query, nil)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	resp, err := client.Do(req)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	c := &liveCapture{resp: resp, stop: stop, done: make(chan struct{}), got: newLogBuffer()}
+	go func() {
+		defer close(c.done)
+		io.Copy(c.got, resp.Body)
+		resp.Body.Close()
+	}()
+	b.t.Cleanup(func() { stop(); <-c.done })
+	return c
+}
+
+// packetsOf counts the packets that a capture has of an interface.
+func packetsOf(t *testing.T, file string, iface string) (n int) {
+	t.Helper()
+	s, err := replay.NewSource(replay.SourceConfig{Paths: []string{"-"}, Stdin: strings.NewReader(file)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for p := new(replay.Packet); s.Next(p) == nil; {
+		if p.Interface == iface {
+			n++
+		}
+	}
+	return n
+}
+
+// What ztun capture and tcpdump write of live traffic leads, played again, to the decisions of the live access log.
+func TestNetnsCaptureReplaysToTheSameDecisions(t *testing.T) {
+	b := newBed(t)
+	a := b.start(0)
+	b.start(1)
+	b.serve(b.pods[webB], 8080, who)
+	b.serve(b.pods[webB], 9090, who)
+	b.serve(b.pods[plainB], 8080, who)
+
+	live := b.startCapture(0, "point=pod,tunnel&pod=shop/client&seconds=60")
+	eventually(t, 5*time.Second, "the header of the capture", func() bool { return len(live.got.String()) > 0 })
+	var dumped bytes.Buffer
+	var dump *exec.Cmd
+	var dumping sync.WaitGroup
+	if path, err := exec.LookPath("tcpdump"); err == nil {
+		ready := newLogBuffer()
+		if err := b.pods[clientA].Do(func() error {
+			dump = exec.CommandContext(t.Context(), path, "-i", "ztun0", "-U", "--immediate-mode", "-w", "-")
+			dump.Stdout, dump.Stderr = &dumped, ready
+			return dump.Start()
+		}); err != nil {
+			t.Fatal(err)
+		}
+		dumping.Go(func() { _ = dump.Wait() })
+		ready.await(t, "listening on", a.done)
+	}
+
+	client := b.pods[clientA]
+	for range 3 {
+		for _, to := range []string{"10.96.0.10:80", "[fd96::10]:80", addrPort(b.pods[plainB].Addr4, 8080), addrPort(b.pods[webB].Addr4, 9090), "10.96.0.11:80", "10.96.0.10:81"} {
+			_, _ = b.ask(client, to) // some are refused
+		}
+	}
+	line := regexp.MustCompile(`src\.addr=(\S+)`)
+	const flows = 18
+	var lines []string
+	eventually(t, 10*time.Second, "the lines of all flows", func() bool {
+		lines = nil
+		for l := range strings.Lines(a.out.String()) {
+			if strings.Contains(l, `direction="outbound"`) {
+				lines = append(lines, l)
+			}
+		}
+		return len(lines) == flows
+	})
+	eventually(t, 10*time.Second, "all packets of the capture", func() bool { return strings.Count(live.got.String(), "flow ") > flows })
+	b.stop(0) // whose end resets what is open, and ends the captures
+	<-live.done
+	if dump != nil {
+		_ = dump.Process.Signal(syscall.SIGINT)
+		dumping.Wait()
+	}
+	if n := packetsOf(t, live.got.String(), "tunnel"); n < 4 {
+		t.Errorf("%d packets of tunnels", n)
+	}
+	for _, part := range []string{"spiffe://cluster.local/ns/shop/sa/client -> spiffe://cluster.local/ns/shop/sa/web", "tunnel outbound spiffe://cluster.local/ns/shop/sa/client", "flow 1 outbound "} {
+		if !strings.Contains(live.got.String(), part) {
+			t.Errorf("no comment has %q", part)
+		}
+	}
+	st, err := workload.ParseStatic("mesh.yaml", []byte(b.read("mesh.yaml")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, file := range map[string][]byte{"ztun capture": []byte(live.got.String()), "tcpdump": dumped.Bytes()} {
+		t.Run("T1/"+name, func(t *testing.T) {
+			if len(file) == 0 {
+				t.Skip("there is no tcpdump here")
+			}
+			out, _ := replayBytes(t, st, file, func(c *ReplayConfig) { c.Local = []netip.Addr{client.Addr4, client.Addr6} })
+			replayedFlows := make(map[string]*ReplayFlow)
+			for text := range strings.SplitSeq(strings.TrimSpace(out), "\n") {
+				f := new(ReplayFlow)
+				if err := json.Unmarshal([]byte(text), f); err != nil {
+					t.Fatal(err)
+				}
+				replayedFlows[f.Src] = f
+			}
+			for _, l := range lines {
+				src := line.FindStringSubmatch(l)[1]
+				f := replayedFlows[src]
+				if f == nil {
+					t.Errorf("no flow from %s, of\n%s\nin\n%s", src, l, out)
+					continue
+				}
+				if live, played := decisionOf(l), f.decision(); live != played {
+					t.Errorf("live   %s\nplayed %s\nof %s", live, played, l)
+				}
+			}
+		})
+	}
+}
+
+// decisionOf is what a line of the access log says of a flow.
+func decisionOf(line string) string {
+	field := func(name string) string {
+		m := regexp.MustCompile(`\b` + regexp.QuoteMeta(name) + `=("[^"]*"|\S+)`).FindStringSubmatch(line)
+		if m == nil {
+			return ""
+		}
+		return strings.Trim(m[1], `"`)
+	}
+	failed := strings.Contains(line, "error=")
+	num := func(name string) string {
+		n, _ := strconv.Atoi(field(name))
+		return strconv.Itoa(n)
+	}
+	hop := field("dst.addr")
+	if strings.Contains(line, "connection failed") && field("dst.identity") == "" && field("src.workload") == "" {
+		hop = "" // an early failure: no next hop
+	}
+	return fmt.Sprintf("to %s, service %s, identity %s, sent %s, received %s, failed %v", hop, field("dst.service"), field("dst.identity"), num("bytes_sent"), num("bytes_recv"), failed)
+}
+
+func (r *ReplayFlow) decision() string {
+	hop, id := "", ""
+	if n := len(r.Opened); n > 0 {
+		hop = r.Opened[n-1].NextHop
+	}
+	if r.Destination != nil {
+		id = r.Destination.Identity
+	}
+	return fmt.Sprintf("to %s, service %s, identity %s, sent %d, received %d, failed %v", hop, r.Service, id, r.Sent, r.Received, r.Error != "")
+}
+
+// A capture ends by its limits, says what it has, and lets go when its client does.
+func TestNetnsCaptureEnds(t *testing.T) {
+	b := newBed(t)
+	b.start(0)
+	b.serve(b.pods[plainB], 8080, who)
+	to := addrPort(b.pods[plainB].Addr4, 8080)
+	backend := b.nodes[0].node.listPods()[0].current().backend.(*tunBackend)
+
+	t.Run("after a number of packets", func(t *testing.T) {
+		c := b.startCapture(0, "packets=5")
+		if _, err := b.ask(b.pods[clientA], to); err != nil {
+			t.Fatal(err)
+		}
+		<-c.done
+		if got, dropped := c.resp.Trailer.Get(trailerCaptured), c.resp.Trailer.Get(trailerDropped); got != "5" || dropped != "0" {
+			t.Errorf("%s packets captured, %s dropped, want 5 and 0", got, dropped)
+		}
+		if n := packetsOf(t, c.got.String(), "pod"); n != 5 {
+			t.Errorf("%d packets in the file, want 5", n)
+		}
+	})
+	t.Run("after a size", func(t *testing.T) {
+		c := b.startCapture(0, "bytes=1024&snaplen=100")
+		for range 3 {
+			if _, err := b.ask(b.pods[clientA], to); err != nil {
+				t.Fatal(err)
+			}
+		}
+		<-c.done
+		if n := len(c.got.String()); n < 1024 || n > 1024+512 {
+			t.Errorf("%d bytes, want a little more than 1024", n)
+		}
+	})
+	t.Run("after a time", func(t *testing.T) {
+		c := b.startCapture(0, "seconds=1")
+		<-c.done
+		if n := packetsOf(t, c.got.String(), "pod"); n != 0 || c.resp.Trailer.Get(trailerCaptured) != "0" {
+			t.Errorf("%d packets, trailer %v", n, c.resp.Trailer)
+		}
+	})
+	t.Run("when the client goes away", func(t *testing.T) {
+		c := b.startCapture(0, "")
+		if !backend.tapped.Load() {
+			t.Error("nobody looks at the packets")
+		}
+		again := b.startCapture(0, "")
+		<-again.done
+		if again.resp.StatusCode != http.StatusConflict || !strings.Contains(again.got.String(), "is being captured already") {
+			t.Errorf("a second capture: %s %s", again.resp.Status, again.got)
+		}
+		c.stop()
+		<-c.done
+		eventually(t, 5*time.Second, "the end of the tap", func() bool { return !backend.tapped.Load() })
+	})
+	t.Run("bad queries", func(t *testing.T) {
+		for query, want := range map[string]string{
+			"seconds=0": "seconds=0: want a number from 1 to 3600", "bytes=x": "bytes=x: want", "packets=-1": "packets=-1: want", "snaplen=1": "snaplen=1: want",
+			"point=moon": "point=moon: want pod, tunnel", "pod=shop/none": "this node serves no such pod",
+		} {
+			c := b.startCapture(0, query)
+			<-c.done
+			if c.resp.StatusCode != http.StatusBadRequest || !strings.Contains(c.got.String(), want) {
+				t.Errorf("%s: %s %s, want %s", query, c.resp.Status, c.got, want)
+			}
+		}
+	})
+}
