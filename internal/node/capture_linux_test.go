@@ -17,6 +17,8 @@ import (
 	"testing"
 	"time"
 
+	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/internal/lab"
 	"ztun.dev/ztun/internal/replay"
 	"ztun.dev/ztun/internal/workload"
 )
@@ -69,7 +71,7 @@ func packetsOf(t *testing.T, file string, iface string) (n int) {
 
 // What ztun capture and tcpdump write of live traffic leads, played again, to the decisions of the live access log.
 func TestNetnsCaptureReplaysToTheSameDecisions(t *testing.T) {
-	b := newBed(t)
+	b := newBedOn(t, variant{config.CaptureTUN, config.OffloadOff}, lab.Config{}) // what the kernel carries alone is not on the device
 	a := b.start(0)
 	b.start(1)
 	b.serve(b.pods[webB], 8080, who)
@@ -194,7 +196,7 @@ func (r *ReplayFlow) decision() string {
 
 // A capture ends by its limits, says what it has, and lets go when its client does.
 func TestNetnsCaptureEnds(t *testing.T) {
-	b := newBed(t)
+	b := newBedOn(t, variant{config.CaptureTUN, config.OffloadOff}, lab.Config{})
 	b.start(0)
 	b.serve(b.pods[plainB], 8080, who)
 	to := addrPort(b.pods[plainB].Addr4, 8080)
