@@ -90,7 +90,7 @@ func (a *agent) wrong(what string) {
 }
 
 func (a *agent) packet(b []byte) {
-	src, dst, flags, ok := tcpOf(b[Headroom:])
+	src, dst, flags, ok := tcpHeader(b[Headroom:])
 	if !ok {
 		return
 	}
@@ -121,22 +121,6 @@ func (a *agent) write(b []byte) {
 	}
 }
 
-// tcpOf reads addresses, ports and flags of a TCP packet.
-func tcpOf(p []byte) (src, dst netip.AddrPort, flags byte, ok bool) {
-	var from, to netip.Addr
-	var tcp []byte
-	switch {
-	case len(p) >= 40 && p[0]>>4 == 4 && p[9] == unix.IPPROTO_TCP:
-		from, to, tcp = netip.AddrFrom4([4]byte(p[12:16])), netip.AddrFrom4([4]byte(p[16:20])), p[int(p[0]&15)*4:]
-	case len(p) >= 60 && p[0]>>4 == 6 && p[6] == unix.IPPROTO_TCP:
-		from, to, tcp = netip.AddrFrom16([16]byte(p[8:24])), netip.AddrFrom16([16]byte(p[24:40])), p[40:]
-	default:
-		return src, dst, 0, false
-	}
-	be := binary.BigEndian
-	return netip.AddrPortFrom(from, be.Uint16(tcp)), netip.AddrPortFrom(to, be.Uint16(tcp[2:])), tcp[13], true
-}
-
 // resetOf answers a packet with RST (RFC 9293, section 3.10.7.1).
 func resetOf(p []byte) []byte {
 	var b, tcp, from []byte
@@ -147,7 +131,7 @@ func resetOf(p []byte) []byte {
 		b[0], b[3], b[8], b[9] = 0x45, 40, 64, unix.IPPROTO_TCP
 		copy(b[12:], p[16:20])
 		copy(b[16:], p[12:16])
-		binary.BigEndian.PutUint16(b[10:], ^sumOf(b[:20]))
+		binary.BigEndian.PutUint16(b[10:], ^checksum(b[:20]))
 	} else {
 		from = p[40:]
 		b = make([]byte, 60)
@@ -170,22 +154,8 @@ func resetOf(p []byte) []byte {
 	if len(b) == 60 {
 		addrs = b[8:40]
 	}
-	binary.BigEndian.PutUint16(tcp[16:], ^sumOf(addrs, []byte{0, unix.IPPROTO_TCP, 0, 20}, tcp))
+	binary.BigEndian.PutUint16(tcp[16:], ^checksum(addrs, []byte{0, unix.IPPROTO_TCP, 0, 20}, tcp))
 	return b
-}
-
-// sumOf is the sum of RFC 1071 before it is inverted.
-func sumOf(parts ...[]byte) uint16 {
-	var sum uint32
-	for _, part := range parts {
-		for i := 0; i+1 < len(part); i += 2 {
-			sum += uint32(binary.BigEndian.Uint16(part[i:]))
-		}
-	}
-	for sum > 0xffff {
-		sum = sum>>16 + sum&0xffff
-	}
-	return uint16(sum)
 }
 
 // Where an agent's listeners are: at addresses that nobody has (RFC 5737, RFC 6666).

@@ -17,8 +17,9 @@ import (
 // What was handed back does not need the process any more: such flows go on when it has died. New ones fail then, as without
 // a Steering.
 type Steering struct {
-	cfg     SteeringConfig
-	backend backend
+	cfg      SteeringConfig
+	backend  backend
+	selfTest uint64 // cookie of the netns of the self-test, whose flows are nobody's
 }
 
 // A backend is one of the ways to steer. Its methods that get a setup are steps of Open.
@@ -49,7 +50,7 @@ var backends = []struct {
 	{SteerBySockops, newSockops},
 }
 
-// NewSteering loads what is shared by all netns, and changes none.
+// NewSteering loads what is shared by all netns, and changes none. It tries out that it works, in a netns of its own.
 func NewSteering(cfg SteeringConfig) (*Steering, error) {
 	if err := cfg.Marks.complete(); err != nil {
 		return nil, err
@@ -65,9 +66,12 @@ func NewSteering(cfg SteeringConfig) (*Steering, error) {
 		if cfg.Mode != "auto" && cfg.Mode != b.name {
 			continue
 		}
-		made, err := b.make(&cfg)
+		s, err := cfg.try(b.make)
 		if err == nil {
-			return &Steering{cfg: cfg, backend: made}, nil
+			if len(errs) > 0 {
+				cfg.Log.Warn("steering falls back", "backend", b.name, "reason", errors.Join(errs...))
+			}
+			return s, nil
 		}
 		errs = append(errs, fmt.Errorf("tun: steering by %s: %w", b.name, err))
 	}
@@ -77,12 +81,30 @@ func NewSteering(cfg SteeringConfig) (*Steering, error) {
 	return nil, errors.Join(errs...)
 }
 
+// try makes a Steering of one backend, if that works.
+func (c *SteeringConfig) try(make func(*SteeringConfig) (backend, error)) (*Steering, error) {
+	made, err := make(c)
+	if err != nil {
+		return nil, err
+	}
+	s := &Steering{cfg: *c, backend: made}
+	if err := s.tryOut(); err != nil {
+		return nil, errors.Join(err, made.close())
+	}
+	return s, nil
+}
+
 // Backend returns which of SteerBySockops, SteerByTC and SteerByNFT it is.
 func (s *Steering) Backend() string { return s.backend.name() }
 
 // Run tells SteeringConfig.Ended of the ends of flows until ctx ends.
 func (s *Steering) Run(ctx context.Context) error {
-	if err := s.backend.run(ctx, s.cfg.Ended); err != nil {
+	ended := func(e EndedFlow) {
+		if e.Netns != s.selfTest {
+			s.cfg.Ended(e)
+		}
+	}
+	if err := s.backend.run(ctx, ended); err != nil {
 		return fmt.Errorf("tun: steering by %s: %w", s.Backend(), err)
 	}
 	return nil

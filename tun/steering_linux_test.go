@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"os"
+	"strings"
 	"sync"
 	"testing"
 
@@ -116,6 +117,32 @@ func TestNetnsSteerWithAllThatTheKernelHas(t *testing.T) {
 	defer s.Close()
 	if log.Len() > 0 {
 		t.Errorf("NewSteering says:\n%s", log.String())
+	}
+}
+
+// What loads and attaches may still not work: the self-test finds it, and leaves nothing.
+func TestNetnsSteerSelfTest(t *testing.T) {
+	t.Parallel()
+	needPrivilege(t)
+	for name, tt := range map[string]struct {
+		hurt func(b *sockops) error
+		want string
+	}{
+		"nothing":                {func(*sockops) error { return nil }, ""},
+		"program of sockets":     {func(b *sockops) error { return b.link.Close() }, "no packet with the flags 0x10 leaves"},
+		"decisions do not stand": {func(b *sockops) error { return b.maps.Flows.Freeze() }, "steer"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s, err := NewSteering(SteeringConfig{Mode: SteerBySockops, Marks: testConfig(nil).Marks})
+			must(t, err)
+			defer s.Close()
+			must(t, tt.hurt(s.backend.(*sockops)))
+			err = s.tryOut()
+			if tt.want == "" && err != nil || tt.want != "" && (err == nil || !strings.Contains(err.Error(), tt.want)) {
+				t.Errorf("self-test without %s: %v, want %q", name, err, tt.want)
+			}
+		})
 	}
 }
 

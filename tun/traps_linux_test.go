@@ -403,7 +403,7 @@ func TestNetnsSteerSYNWithoutDecisionIsDropped(t *testing.T) {
 			if _, err := l.k.Read(bufs, sizes, Headroom); err != nil {
 				return false
 			}
-			if src, dst, flags, ok := tcpOf(bufs[0][Headroom : Headroom+sizes[0]]); ok && flags&0x12 == 2 {
+			if src, dst, flags, ok := tcpHeader(bufs[0][Headroom : Headroom+sizes[0]]); ok && flags&0x12 == 2 {
 				packets++
 				must(t, l.k.Steer(src, dst, ToNetwork))
 				l.k.Unsteer(src, dst)
