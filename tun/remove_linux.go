@@ -99,34 +99,16 @@ func (s *setup) removeLeftovers() (err error) {
 	return s.remove()
 }
 
-// cutDelivered ends the application's sockets that carry the mark of deliveries, where flows were steered. Their other end is a
-// socket of ztun's; without the rules what they send next would go to the network, in clear.
+// cutDelivered ends the application's sockets whose other end is a socket of ztun's, where flows were steered: without the rules
+// what they send next would go to the network, in clear.
 func (s *setup) cutDelivered() error {
-	steered := false
-	if s.link != nil {
-		ours, err := s.filtersOf(deviceFilter, s.link.Attrs().Index)
-		if err != nil {
-			return err
-		}
-		steered = len(ours) > 0
+	delivered, err := s.delivered()
+	if err != nil || delivered == nil {
+		return err
 	}
-	if !steered {
-		return nil
-	}
-	rules, err := s.h.RuleList(unix.AF_INET)
-	if err != nil {
-		return fmt.Errorf("rules: %w", err)
-	}
-	at := slices.IndexFunc(rules, func(r netlink.Rule) bool {
-		return r.Protocol == protocol && r.Priority == prefDelivery && r.Mask != nil
-	})
-	if at < 0 {
-		return nil
-	}
-	mark, mask := rules[at].Mark, *rules[at].Mask
 	var cut []diagSocket
 	if err := eachSocket(func(d *diagSocket) {
-		if d.info.Mark&mask == mark {
+		if delivered(d) {
 			cut = append(cut, *d)
 		}
 	}); err != nil {
@@ -141,6 +123,31 @@ func (s *setup) cutDelivered() error {
 		}
 	}
 	return nil
+}
+
+// delivered returns what tells them: their mark, or with nft that their flow is in a set. nil means that no flow was steered.
+func (s *setup) delivered() (func(*diagSocket) bool, error) {
+	if s.link == nil {
+		return nil, nil
+	}
+	ours, err := s.filtersOf(deviceFilter, s.link.Attrs().Index)
+	if err != nil {
+		return nil, err
+	}
+	carried := nftCarried()
+	if len(ours) == 0 && len(carried) == 0 {
+		return nil, nil
+	}
+	rules, err := s.h.RuleList(unix.AF_INET)
+	if err != nil {
+		return nil, fmt.Errorf("rules: %w", err)
+	}
+	at := slices.IndexFunc(rules, func(r netlink.Rule) bool {
+		return r.Protocol == protocol && r.Priority == prefDelivery && r.Mask != nil
+	})
+	return func(d *diagSocket) bool {
+		return at >= 0 && d.info.Mark&*rules[at].Mask == rules[at].Mark || carried[keyOf(0, d.local, d.remote)]
+	}, nil
 }
 
 func (s *setup) hasOurRules() (bool, error) {

@@ -42,6 +42,7 @@ type setup struct {
 	watch    *Addresses
 	cookie   uint64
 	steerer  netnsSteerer // nil without Config.Steering
+	nft      *nftNetns    // the same, by nft
 }
 
 func (s *setup) has(family int) bool { return slices.Contains(s.families, family) }

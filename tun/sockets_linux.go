@@ -22,8 +22,11 @@ const (
 	sizeofInetDiagReq = 56
 	sizeofInetDiagMsg = 72
 
-	tcpListen = 10        // include/net/tcp_states.h
-	allStates = 1<<12 - 1 // up to TCP_CLOSING
+	tcpSynSent = 2 // include/net/tcp_states.h
+	tcpSynRecv = 3
+	tcpClose   = 7
+	tcpListen  = 10
+	allStates  = 1<<12 - 1 // up to TCP_CLOSING
 
 	noCookie = ^uint64(0) // any
 )
@@ -34,6 +37,8 @@ const (
 	tcpInfoTotalRetrans  = 100
 	tcpInfoBytesAcked    = 120
 	tcpInfoBytesReceived = 128
+	tcpInfoBytesSent     = 200 // Linux 4.19
+	tcpInfoBytesRetrans  = 208
 )
 
 // inetDiagReq is the request for one socket, or for all of a family.
@@ -56,6 +61,7 @@ type diagSocket struct {
 	local, remote netip.AddrPort
 	cookie        uint64
 	info          SocketInfo
+	sent          uint64 // bytes of the application that were sent, each once
 }
 
 // parseDiagSocket reads an answer. Its addresses are IPv4 where both ends are, whatever the family of the socket.
@@ -86,6 +92,9 @@ func parseDiagSocket(b []byte) (d diagSocket, err error) {
 			d.info.Retransmits = ne.Uint32(v[tcpInfoTotalRetrans:])
 			d.info.BytesAcked = ne.Uint64(v[tcpInfoBytesAcked:])
 			d.info.BytesReceived = ne.Uint64(v[tcpInfoBytesReceived:])
+			if len(v) >= tcpInfoBytesRetrans+8 {
+				d.sent = ne.Uint64(v[tcpInfoBytesSent:]) - ne.Uint64(v[tcpInfoBytesRetrans:])
+			}
 		case a.Attr.Type == inetDiagMark && len(v) >= 4:
 			d.info.Mark = ne.Uint32(v)
 		}

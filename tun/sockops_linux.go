@@ -321,6 +321,9 @@ const (
 
 	// sweepEvery is how often older ones are looked for.
 	sweepEvery = 10 * time.Second
+
+	// nftSweepEvery is how often elements without a socket are looked for.
+	nftSweepEvery = 10 * time.Second
 )
 
 // run reads the ends from the kernel, and tells of flows that never came to be without anybody having said so.

@@ -48,6 +48,7 @@ var backends = []struct {
 	make func(*SteeringConfig) (backend, error)
 }{
 	{SteerBySockops, newSockops},
+	{SteerByNFT, newNFTBackend},
 }
 
 // NewSteering loads what is shared by all netns, and changes none. It tries out that it works, in a netns of its own.

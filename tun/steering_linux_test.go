@@ -169,8 +169,8 @@ func localOf(t *testing.T, fd int) netip.AddrPort {
 
 func TestNetnsSteerToNetwork(t *testing.T) {
 	t.Parallel()
-	eachFamily(t, func(t *testing.T, _, remote netip.Addr) {
-		l := newSteeredLab(t, SteerBySockops, always(ToNetwork))
+	eachMode(t, func(t *testing.T, mode string, _, remote netip.Addr) {
+		l := newSteeredLab(t, mode, always(ToNetwork))
 		to := netip.AddrPortFrom(remote, 8080)
 		server := listenerOf(t, l.remote, to, 0)
 		d := startDial(t, l.pod, netip.AddrPort{}, to, nil)
@@ -183,11 +183,13 @@ func TestNetnsSteerToNetwork(t *testing.T) {
 		}
 		send(t, d.fd, c, "hello")
 		send(t, c, d.fd, "hello you")
-		if m := markOf(t, d.fd); m != testOwn {
+		if m := markOf(t, d.fd); m != testOwn && mode != SteerByNFT {
 			t.Errorf("mark of the application's socket %#x, want %#x", m, testOwn)
 		}
 		must(t, unix.Shutdown(d.fd, unix.SHUT_WR))
 		must(t, unix.Shutdown(c, unix.SHUT_WR))
+		closeNow(t, d.fd)
+		closeNow(t, c)
 		l.wantEnded(t, EndedFlow{Netns: l.k.Cookie(), Src: peer, Dst: to, Established: true, Received: 5, Sent: 9})
 		l.wantOnlySYNs(t, 1)
 	})
@@ -195,8 +197,8 @@ func TestNetnsSteerToNetwork(t *testing.T) {
 
 func TestNetnsSteerToListener(t *testing.T) {
 	t.Parallel()
-	eachFamily(t, func(t *testing.T, _, remote netip.Addr) {
-		l := newSteeredLab(t, SteerBySockops, always(ToListener))
+	eachMode(t, func(t *testing.T, mode string, _, remote netip.Addr) {
+		l := newSteeredLab(t, mode, always(ToListener))
 		to := netip.AddrPortFrom(remote, 8080)
 		d := startDial(t, l.pod, netip.AddrPort{}, to, nil)
 		c, peer := accept(t, l.accepts[familyOf(remote)])
@@ -208,11 +210,13 @@ func TestNetnsSteerToListener(t *testing.T) {
 		}
 		send(t, d.fd, c, "hello")
 		send(t, c, d.fd, "hello you")
-		if m := markOf(t, d.fd); m != testDeliver {
+		if m := markOf(t, d.fd); m != testDeliver && mode != SteerByNFT {
 			t.Errorf("mark of the application's socket %#x, want %#x", m, testDeliver)
 		}
 		must(t, unix.Shutdown(d.fd, unix.SHUT_WR))
 		must(t, unix.Shutdown(c, unix.SHUT_WR))
+		closeNow(t, d.fd)
+		closeNow(t, c)
 		l.wantOnlySYNs(t, 1)
 		l.wantEnded(t)
 	})
@@ -220,8 +224,8 @@ func TestNetnsSteerToListener(t *testing.T) {
 
 func TestNetnsSteerToApplication(t *testing.T) {
 	t.Parallel()
-	eachFamily(t, func(t *testing.T, pod, _ netip.Addr) {
-		l := newSteeredLab(t, SteerBySockops, always(ToApplication))
+	eachMode(t, func(t *testing.T, mode string, pod, _ netip.Addr) {
+		l := newSteeredLab(t, mode, always(ToApplication))
 		to := netip.AddrPortFrom(pod, 8080)
 		app := listenerOf(t, l.pod, to, 0)
 		d := startDial(t, l.remote, netip.AddrPort{}, to, nil)
@@ -239,6 +243,8 @@ func TestNetnsSteerToApplication(t *testing.T) {
 		}
 		must(t, unix.Shutdown(d.fd, unix.SHUT_WR))
 		must(t, unix.Shutdown(c, unix.SHUT_WR))
+		closeNow(t, d.fd)
+		closeNow(t, c)
 		l.wantEnded(t, EndedFlow{Netns: l.k.Cookie(), Src: peer, Dst: to, Established: true, Received: 5, Sent: 9})
 		l.wantOnlySYNs(t, 1)
 	})
@@ -246,8 +252,8 @@ func TestNetnsSteerToApplication(t *testing.T) {
 
 func TestNetnsSteerToListenerInbound(t *testing.T) {
 	t.Parallel()
-	eachFamily(t, func(t *testing.T, pod, _ netip.Addr) {
-		l := newSteeredLab(t, SteerBySockops, always(ToListenerInbound))
+	eachMode(t, func(t *testing.T, mode string, pod, _ netip.Addr) {
+		l := newSteeredLab(t, mode, always(ToListenerInbound))
 		to := netip.AddrPortFrom(pod, 8080)
 		listenerOf(t, l.pod, to, 0) // the application's, which gets nothing
 		d := startDial(t, l.remote, netip.AddrPort{}, to, nil)
@@ -263,4 +269,14 @@ func TestNetnsSteerToListenerInbound(t *testing.T) {
 		l.wantOnlySYNs(t, 1)
 		l.wantEnded(t)
 	})
+}
+
+// eachMode runs f for each backend and family.
+func eachMode(t *testing.T, f func(t *testing.T, mode string, pod, remote netip.Addr)) {
+	for _, b := range backends {
+		t.Run(b.name, func(t *testing.T) {
+			t.Parallel()
+			eachFamily(t, func(t *testing.T, pod, remote netip.Addr) { f(t, b.name, pod, remote) })
+		})
+	}
 }

@@ -26,8 +26,8 @@ func byPort(ways map[uint16]Way) func(src, dst netip.AddrPort) Way {
 // What is refused looks as if nobody had stood between.
 func TestNetnsSteerRefusalsAreFaithful(t *testing.T) {
 	t.Parallel()
-	eachFamily(t, func(t *testing.T, pod, remote netip.Addr) {
-		l := newSteeredLab(t, SteerBySockops, byPort(map[uint16]Way{81: ToNetwork, 82: refuse, 83: ToApplication, 84: refuse}))
+	eachMode(t, func(t *testing.T, mode string, pod, remote netip.Addr) {
+		l := newSteeredLab(t, mode, byPort(map[uint16]Way{81: ToNetwork, 82: refuse, 83: ToApplication, 84: refuse}))
 		for _, c := range []struct {
 			name string
 			from *Netns
@@ -44,9 +44,18 @@ func TestNetnsSteerRefusalsAreFaithful(t *testing.T) {
 			if err := d.wait(t, 3000); !errors.Is(err, unix.ECONNREFUSED) {
 				t.Errorf("%s: connect to %s: %v, want connection refused", c.name, c.to, err)
 			}
-			if c.ends {
-				l.wantEnded(t, EndedFlow{Netns: l.k.Cookie(), Src: src, Dst: c.to, Err: unix.ECONNREFUSED})
+			closeNow(t, d.fd)
+			if !c.ends {
+				continue
 			}
+			want := EndedFlow{Netns: l.k.Cookie(), Src: src, Dst: c.to, Err: unix.ECONNREFUSED}
+			if mode == SteerByNFT && c.from == l.remote { // the pod has never had a socket of it
+				want.Err = unix.ETIMEDOUT
+				for range 2 {
+					l.k.steerer.(*nftNetns).sweep(l.steering.cfg.Ended)
+				}
+			}
+			l.wantEnded(t, want)
 		}
 		l.wantOnlySYNs(t, 4)
 		l.wantEnded(t)
@@ -57,8 +66,8 @@ func TestNetnsSteerRefusalsAreFaithful(t *testing.T) {
 // that. Assigned to the listener by tc, as one might, its SYN is lost without a trace.
 func TestNetnsSteerSourcePortIsUsedAgainAtOnce(t *testing.T) {
 	t.Parallel()
-	eachFamily(t, func(t *testing.T, pod, remote netip.Addr) {
-		l := newSteeredLab(t, SteerBySockops, byPort(map[uint16]Way{81: ToNetwork, 82: ToListener, 83: ToApplication, 84: ToListenerInbound}))
+	eachMode(t, func(t *testing.T, mode string, pod, remote netip.Addr) {
+		l := newSteeredLab(t, mode, byPort(map[uint16]Way{81: ToNetwork, 82: ToListener, 83: ToApplication, 84: ToListenerInbound}))
 		ours := l.accepts[familyOf(pod)]
 		server := listenerOf(t, l.remote, netip.AddrPortFrom(remote, 81), 0)
 		app := listenerOf(t, l.pod, netip.AddrPortFrom(pod, 83), 0)
@@ -98,8 +107,8 @@ func TestNetnsSteerSourcePortIsUsedAgainAtOnce(t *testing.T) {
 // Late segments of connections that are over belong to no socket. They are answered by the kernel, not by the device.
 func TestNetnsSteerLateSegmentsStayInTheKernel(t *testing.T) {
 	t.Parallel()
-	eachFamily(t, func(t *testing.T, pod, remote netip.Addr) {
-		l := newSteeredLab(t, SteerBySockops, byPort(map[uint16]Way{81: ToNetwork, 82: ToListener, 83: ToApplication}))
+	eachMode(t, func(t *testing.T, mode string, pod, remote netip.Addr) {
+		l := newSteeredLab(t, mode, byPort(map[uint16]Way{81: ToNetwork, 82: ToListener, 83: ToApplication}))
 		server := listenerOf(t, l.remote, netip.AddrPortFrom(remote, 81), 0)
 		app := listenerOf(t, l.pod, netip.AddrPortFrom(pod, 83), 0)
 		const times = 50
@@ -211,12 +220,13 @@ func TestNetnsSteerGuard(t *testing.T) {
 		{"IPv6 without rules", remote6, nil, false},
 		{"IPv6 without rules, behind an extension header", remote6, withDestinationOptions, false},
 	} {
-		for _, open := range []bool{false, true} { // the positive control: without the guard it gets through
-			t.Run(fmt.Sprintf("%s/open=%v", c.name, open), func(t *testing.T) {
+		for i := range 2 * len(backends) {
+			mode, open := backends[i/2].name, i%2 == 1 // the positive control: without the guard it gets through
+			t.Run(fmt.Sprintf("%s/%s/open=%v", mode, c.name, open), func(t *testing.T) {
 				t.Parallel()
 				l := &steeredLab{lab: newLab(t, true)}
 				cfg := testConfig(l.pod)
-				cfg.Steering, cfg.FailOpenRoute = newSteering(t, SteerBySockops, nil), open
+				cfg.Steering, cfg.FailOpenRoute = newSteering(t, mode, nil), open
 				l.capture(t, cfg, always(ToNetwork))
 				to := netip.AddrPortFrom(c.remote, 8080)
 				server := listenerOf(t, l.remote, to, 0)
@@ -386,10 +396,10 @@ func TestNetnsSteerLostLinks(t *testing.T) {
 // A SYN that comes out of the device without a decision goes nowhere, whatever the rules would do with it.
 func TestNetnsSteerSYNWithoutDecisionIsDropped(t *testing.T) {
 	t.Parallel()
-	eachFamily(t, func(t *testing.T, pod, remote netip.Addr) {
+	eachMode(t, func(t *testing.T, mode string, pod, remote netip.Addr) {
 		l := &steeredLab{lab: newLab(t, true)}
 		cfg := testConfig(l.pod)
-		cfg.Steering, cfg.FailOpenRoute = newSteering(t, SteerBySockops, nil), true // no guard that would do the same
+		cfg.Steering, cfg.FailOpenRoute = newSteering(t, mode, nil), true // no guard that would do the same
 		ways := ToNetwork
 		l.capture(t, cfg, func(src, dst netip.AddrPort) Way { return ways })
 		must(t, l.k.SteerListeners(-1, -1))
@@ -576,8 +586,8 @@ func TestNetnsSteerNoRuleGoesNowhere(t *testing.T) {
 // as such.
 func TestNetnsSteerSYNOfAnOpenConnectionIsDecidedAbout(t *testing.T) {
 	t.Parallel()
-	eachFamily(t, func(t *testing.T, pod, remote netip.Addr) {
-		l := newSteeredLab(t, SteerBySockops, always(ToApplication))
+	eachMode(t, func(t *testing.T, mode string, pod, remote netip.Addr) {
+		l := newSteeredLab(t, mode, always(ToApplication))
 		to, from := netip.AddrPortFrom(pod, 8080), netip.AddrPortFrom(remote, 33001)
 		app := listenerOf(t, l.pod, to, 0)
 		d := startDial(t, l.remote, from, to, nil)
@@ -615,11 +625,20 @@ func TestNetnsSteerSYNOfAnOpenConnectionIsDecidedAbout(t *testing.T) {
 
 func TestNetnsSteerUnenrolLeavesNothing(t *testing.T) {
 	t.Parallel()
+	for _, b := range backends {
+		t.Run(b.name, func(t *testing.T) {
+			t.Parallel()
+			unenrolLeavesNothing(t, b.name)
+		})
+	}
+}
+
+func unenrolLeavesNothing(t *testing.T, mode string) {
 	l := &steeredLab{lab: newLab(t, true)}
 	before := dump(t, l.pod)
 	cfg := testConfig(l.pod)
 	cfg.StateDir = t.TempDir()
-	s, err := NewSteering(SteeringConfig{Mode: SteerBySockops, Marks: cfg.Marks})
+	s, err := NewSteering(SteeringConfig{Mode: mode, Marks: cfg.Marks})
 	must(t, err)
 	cfg.Steering = s
 	attached := func() (n int) {
@@ -637,8 +656,10 @@ func TestNetnsSteerUnenrolLeavesNothing(t *testing.T) {
 		}
 		return n
 	}
-	if n := attached(); n != 1 {
-		t.Errorf("attached to the root of cgroup v2 %d times, want once", n)
+	if mode == SteerBySockops {
+		if n := attached(); n != 1 {
+			t.Errorf("attached to the root of cgroup v2 %d times, want once", n)
+		}
 	}
 	l.capture(t, cfg, always(ToListener))
 	d := startDial(t, l.pod, netip.AddrPort{}, netip.AddrPortFrom(remote4, 8080), nil)
@@ -666,6 +687,9 @@ func TestNetnsSteerUnenrolLeavesNothing(t *testing.T) {
 		}
 		return err
 	}))
+	if nft := nftTables(t, l.pod); len(nft) > 0 {
+		t.Errorf("Unenrol leaves nft tables %v", nft)
+	}
 	// The connection that ztun carried must not go on in clear.
 	if _, err := unix.Write(d.fd, []byte("secret")); !errors.Is(err, unix.ECONNABORTED) && !errors.Is(err, unix.ECONNRESET) && !errors.Is(err, unix.EPIPE) {
 		t.Errorf("write to a connection that ztun carried: %v, want an end of it", err)

@@ -28,8 +28,9 @@
 
 #define AF_INET 2
 #define AF_INET6 10
-#define SOL_SOCKET 1 // these three as on all architectures but alpha, mips, parisc and sparc
+#define SOL_SOCKET 1 // these four as on all architectures but alpha, mips, parisc and sparc
 #define SO_MARK 36
+#define ETIMEDOUT 110
 #define ECONNREFUSED 111
 
 #define FRAGMENT_OFFSET 0x1fff // RFC 791, section 3.1
@@ -556,8 +557,8 @@ static __always_inline void ended(struct bpf_sock_ops *ctx, struct bpf_sock *sk,
 		d = bpf_map_lookup_elem(&flows, &e.flow);
 		if (!d || (d->way != TO_NETWORK && d->way != TO_LISTENER))
 			return;
-		if (!btf)
-			e.err = ECONNREFUSED; // the likeliest: what is refused ends at once
+		if (!btf) // the likeliest: what is refused ends at once
+			e.err = ctx->total_retrans ? ETIMEDOUT : ECONNREFUSED;
 		if (d->way == TO_LISTENER) {
 			bpf_map_delete_elem(&flows, &e.flow);
 			return;
