@@ -593,10 +593,11 @@ func destroyedSockets() (fd int, err error) {
 	if err != nil {
 		return -1, fmt.Errorf("ends of sockets: %w", err)
 	}
-	// SKNLGRP_INET_TCP_DESTROY and SKNLGRP_INET6_TCP_DESTROY of include/uapi/linux/sock_diag.h.
+	// Groups 1 and 3: SKNLGRP_INET_TCP_DESTROY and SKNLGRP_INET6_TCP_DESTROY of include/uapi/linux/sock_diag.h.
+	const groups = 0b101
 	err = errors.Join(
 		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 4<<20), // bytes: some thousand ends at once
-		unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: 1<<(1-1) | 1<<(3-1)}))
+		unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: groups}))
 	if err != nil {
 		_ = unix.Close(fd)
 		return -1, fmt.Errorf("ends of sockets: %w", err)
