@@ -27,9 +27,9 @@ import (
 
 // replayFlags are the flags of ztun replay.
 type replayFlags struct {
-	state, compare, network, expect, write, report, peer, checksum, speed, only, anonymize, seed string
-	local, dirs                                                                                  []string
-	recursive, decap, netSet                                                                     bool
+	state, compare, network, expect, write, report, peer, checksum, speed, only, anonymize, seed, script string
+	local, dirs                                                                                          []string
+	recursive, decap, netSet                                                                             bool
 }
 
 func newReplay() *cobra.Command {
@@ -64,6 +64,7 @@ Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could n
 	fs.StringVar(&f.only, "only", "", "play one thing only: `ID` of a flow or question, ADDRESS:PORT, ADDRESS, or NAMESPACE/NAME of a workload")
 	fs.StringVar(&f.expect, "expect", "", "compare with `FILE`, JSON lines or text as it has them, and print the difference")
 	fs.StringVar(&f.write, "write-pcap", "", "write `FILE` (pcapng): what the netstack has read and sent; with --only the packets as they were captured")
+	fs.StringVar(&f.script, "script", "", "play the packets that `FILE` (YAML) describes, in place of captures, and compare what the netstack sends with what it expects")
 	fs.StringVar(&f.anonymize, "anonymize", "", "play nothing; write the packets to `FILE` (pcapng) with other addresses and names and without payload, and the state in the same way to FILE.state.json")
 	fs.StringVar(&f.seed, "seed", "", "what --anonymize depends on: the same `TEXT`, to be kept secret, gives the same addresses and names; the default is random")
 	fs.StringVar(&f.report, "report", "", "write `FILE` (JSON): counts of packets and records, and what could not be used")
@@ -78,6 +79,9 @@ func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err erro
 	cfg, err := f.config(cmd.InOrStdin(), args)
 	if err != nil {
 		return usageError{fmt.Errorf("ztun replay: %w", err)}
+	}
+	if f.script != "" {
+		return f.playScript(cmd.OutOrStdout(), cfg, o)
 	}
 	if f.anonymize != "" {
 		if err := f.writeAnonymized(cfg, cmd.ErrOrStderr()); err != nil {
@@ -146,6 +150,33 @@ func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err erro
 	return err
 }
 
+// playScript plays a script: its steps, and then what became of the connection.
+func (f *replayFlags) playScript(w io.Writer, cfg *node.ReplayConfig, o output) error {
+	data, err := os.ReadFile(f.script)
+	var s *replay.Script
+	if err == nil {
+		s, err = replay.ParseScript(f.script, data)
+	}
+	if err != nil {
+		return usageError{fmt.Errorf("ztun replay: --script: %w", err)}
+	}
+	cfg.Emit = func(r node.ReplayRecord) error { return printRecord(w, o, r) }
+	ok, err := node.ReplayScript(*cfg, s, func(r *replay.StepResult) error {
+		if o == outputJSON {
+			return printLine(w, r)
+		}
+		_, err := io.WriteString(w, r.Text())
+		return err
+	})
+	switch {
+	case err != nil:
+		return fmt.Errorf("ztun replay: %w", err)
+	case !ok:
+		return exitCode(exitDiffers)
+	}
+	return nil
+}
+
 // problems tells what could not be used.
 func problems(stderr io.Writer, list []replay.Problem) error {
 	for _, p := range list {
@@ -197,7 +228,9 @@ func (f *replayFlags) config(stdin io.Reader, args []string) (*node.ReplayConfig
 	switch {
 	case f.state == "":
 		return nil, errors.New("want --state: what is a capture played against?")
-	case len(args)+len(f.dirs) == 0:
+	case f.script != "" && len(args)+len(f.dirs) > 0:
+		return nil, errors.New("--script is in place of captures")
+	case f.script == "" && len(args)+len(f.dirs) == 0:
 		return nil, errors.New("want a capture: a file, a directory, or - for standard input")
 	case f.compare != "" && f.expect != "":
 		return nil, errors.New("--compare and --expect do not go together")

@@ -252,3 +252,55 @@ func TestReplayOfOneThing(t *testing.T) {
 		})
 	}
 }
+
+// Packets by hand, for what TCP toward the pod has to do. Each script says what it expects; its golden file has all that happened.
+func TestReplayOfScripts(t *testing.T) {
+	names, err := filepath.Glob(filepath.Join(replaySamples, "scripts", "*.yaml"))
+	if err != nil || len(names) < 4 {
+		t.Fatalf("scripts %v, %v", names, err)
+	}
+	for _, name := range names {
+		t.Run("T4/"+filepath.Base(name), func(t *testing.T) {
+			golden := goldenOf(name, ".txt")
+			got, stderr, code := replayed(t, "--script", name)
+			if code != exitOK {
+				t.Errorf("exit code %d; stdout\n%s\nstderr %s", code, got, stderr)
+			}
+			if *update {
+				if err := os.WriteFile(golden, []byte(got), 0o644); err != nil {
+					t.Fatal(err)
+				}
+			}
+			b, err := os.ReadFile(golden)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(string(b), got); diff != "" {
+				t.Errorf("%s (-golden +got):\n%s", golden, diff)
+			}
+		})
+	}
+	wrong := filepath.Join(t.TempDir(), "wrong.yaml")
+	text := "src: 10.244.1.10:1\ndst: 10.96.0.10:80\nsteps:\n- send: {flags: S}\n- expect: {flags: RA, ack: 7}\n- send: {flags: A}\n"
+	if err := os.WriteFile(wrong, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Run("T4/what is not as expected", func(t *testing.T) {
+		stdout, stderr, code := replayed(t, "--script", wrong)
+		const want = "  0.000000  < SA seq 0 ack 0\n            step 2: want < RA ack 7\n"
+		if code != exitDiffers || !strings.Contains(stdout, want) || strings.Contains(stdout, "> A") {
+			t.Errorf("exit code %d, stdout\n%s\nwant %s\nstderr %s", code, stdout, want, stderr)
+		}
+		stdout, _, code = replayed(t, "--script", wrong, "-o", "json")
+		const line = `{"type":"step","step":2,"time":"0.000000","done":"< SA seq 0 ack 0","want":"< RA ack 7","ok":false}`
+		if code != exitDiffers || !strings.Contains(stdout, line) {
+			t.Errorf("exit code %d, stdout\n%s\nwant %s", code, stdout, line)
+		}
+		if _, stderr, code := replayed(t, "--script", wrong, "in.pcap"); code != exitUsage || !strings.Contains(stderr, "in place of captures") {
+			t.Errorf("with a capture: exit code %d, stderr %s", code, stderr)
+		}
+		if _, stderr, code := replayed(t, "--script", "nowhere"); code != exitUsage || !strings.Contains(stderr, "--script: open nowhere") {
+			t.Errorf("no file: exit code %d, stderr %s", code, stderr)
+		}
+	})
+}

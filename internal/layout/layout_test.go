@@ -74,7 +74,7 @@ var behind = map[string][]string{
 	"github.com/miekg/dns":            {"dnsproxy"},
 	"github.com/spf13/cobra":          {"cmd/ztun"},
 	"github.com/spf13/pflag":          {"cmd/ztun"}, // cobra's
-	"go.yaml.in/yaml/v3":              {"internal/config", "internal/workload"},
+	"go.yaml.in/yaml/v3":              {"internal/config", "internal/workload", "internal/replay"},
 	"golang.org/x/sys/unix":           {"tun", "stack", "internal/loop", "internal/underlay", "internal/node", "internal/demo"}, // the kernel's interface
 	"golang.org/x/sync":               {"internal/node", "internal/demo"},
 	"github.com/hashicorp/golang-lru": {"internal/workload", "internal/identity", "dnsproxy"},

@@ -101,6 +101,16 @@ func Replay(ctx context.Context, cfg ReplayConfig) (*ReplayReport, error) {
 	return a.report(), errors.Join(err, rest())
 }
 
+// ReplayScript plays a script in place of captures, of which cfg needs no Source, and tells of its steps. False: one has gone wrong.
+func ReplayScript(cfg ReplayConfig, s *replay.Script, tell func(r *replay.StepResult) error) (ok bool, err error) {
+	r := &replayRun{cfg: &cfg, emit: cfg.Emit}
+	if err := r.start(0); err != nil {
+		return false, err
+	}
+	ok, err = r.player.RunScript(s, tell)
+	return ok, errors.Join(err, r.end())
+}
+
 func playAll(ctx context.Context, cfg *ReplayConfig, runs []*replayRun, c *replay.Packet) error {
 	captures := 0
 	for {

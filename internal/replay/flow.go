@@ -49,6 +49,8 @@ type Flow struct {
 
 	warnings []string
 	skipped  bool // Config.Only does not want it
+	script   bool // a Script plays it: what the netstack sends is kept
+	seen     []seenSegment
 
 	list       *flowList
 	prev, next *Flow

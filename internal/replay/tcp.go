@@ -515,13 +515,21 @@ func (p *Player) written(b []byte) {
 	}
 	switch k.proto {
 	case protoTCP:
-		if f := p.flows[pair{k.dst, k.src}]; f != nil && f.Kind == Played {
+		f := p.flows[pair{k.dst, k.src}]
+		switch {
+		case f == nil || f.Kind != Played:
+		case f.script:
+			f.seeScripted(&k)
+		default:
 			p.fromStack(f, &k)
 		}
 	case protoICMP, protoICMPv6:
 		if q, ok := quoted(&k); ok && q.proto == protoTCP {
 			if f := p.flows[pair{q.src, q.dst}]; f != nil {
 				f.refused = true
+				if f.script {
+					f.seeScripted(&k)
+				}
 			}
 		}
 	}
