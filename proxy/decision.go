@@ -307,7 +307,7 @@ func resolve(s *workload.Snapshot, q *Query, g *workload.GatewayAddress, waypoin
 	switch {
 	case via != nil:
 		e, ok = pick(s, q, via, g.Port, waypoint)
-	case w != nil:
+	case w != nil && !slices.Contains(q.Exclude, w):
 		e, ok = endpoint{w, g.Port}, true
 	}
 	return e, via, target, ok

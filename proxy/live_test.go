@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"ztun.dev/ztun/internal/authz"
 	"ztun.dev/ztun/internal/loop"
 	"ztun.dev/ztun/internal/telemetry"
 	"ztun.dev/ztun/internal/workload"
@@ -123,5 +124,78 @@ func TestFlowsGoWhereTheModelSays(t *testing.T) {
 	}
 	if len(kinds) != 4 {
 		t.Errorf("what became of the flows: %v, want all four", kinds)
+	}
+}
+
+// policy is one at random, about what plaintext from 10.0.0.0/28 to port 80 or 8080 has.
+func (r world) policy(i int) *workload.Policy {
+	p := &workload.Policy{
+		Name: fmt.Sprint("p", i), Namespace: r.one("a", "b"), Scope: workload.PolicyScope(r.IntN(3)), Action: workload.Action(r.IntN(2)), DryRun: r.IntN(6) == 0,
+	}
+	for range 1 + r.IntN(2) {
+		var m workload.Match
+		switch r.IntN(4) {
+		case 0:
+			m.DestinationPorts = []uint16{80}
+		case 1:
+			m.NotPrincipals = []workload.StringMatch{{Kind: workload.MatchPresence}}
+		case 2:
+			m.SourceIPs = []netip.Prefix{netip.MustParsePrefix("10.0.0.0/30")}
+		case 3:
+			m.Namespaces = []workload.StringMatch{{Value: "a"}}
+		}
+		p.Groups = append(p.Groups, workload.Group{{m}})
+	}
+	return p
+}
+
+// Inbound plaintext is let in where policy says so, on random states and flows. That policy is decided about as a slow model does is
+// shown in package authz.
+func TestInboundFlowsAreDecidedAboutByPolicy(t *testing.T) {
+	b := newLiveBed(t)
+	kinds := make(map[bool]int)
+	for seed := range uint64(10_000) {
+		c := NewRandomCase(seed)
+		r, self := c.world, c.Query.Source
+		if len(self.Addresses) == 0 {
+			continue
+		}
+		for i := range r.IntN(4) {
+			p := r.policy(i)
+			c.State.Policies = append(c.State.Policies, p)
+			if r.IntN(2) == 0 {
+				self.AuthorizationPolicies = append(self.AuthorizationPolicies, p.Key())
+			}
+		}
+		src := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(9 + r.IntN(5))}), 40000)
+		if r.IntN(2) == 0 {
+			src = netip.MustParseAddrPort("10.0.0.3:40000")
+		}
+		dst := netip.AddrPortFrom(self.Addresses[0], []uint16{80, 8080}[r.IntN(2)])
+		b.store.Replace(workload.State{Workloads: slices.Clone(c.State.Workloads), Services: slices.Clone(c.State.Services), Policies: slices.Clone(c.State.Policies)})
+		p, err := New(Config{
+			Client: &workload.Client{UID: self.UID}, Local: func(a netip.Addr) bool { return a == dst.Addr() }, Network: self.Network,
+			Store: &b.store, Underlay: &b.net, Tunnel: &b.tunnel, DNS: echoDNS{}, Records: b.rec, Connections: b.conns, Group: b.Group(),
+			Rand: r.Uint64, Log: slog.New(slog.DiscardHandler),
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		b.net.dials = nil
+		req := &fakeRequest{flow: stack.Flow{Proto: stack.TCP, Src: src, Dst: dst}}
+		p.ServeTCP(context.WithoutCancel(t.Context()), req)
+		b.Settle()
+		if req.app != nil {
+			req.app.Reset()
+			b.Settle()
+		}
+		v := authz.Evaluate(b.store.Snapshot(), &authz.Request{Source: src, Destination: dst, Workload: self})
+		if allowed := req.answer == "accepted"; allowed != v.Allowed || (len(b.net.dials) == 1) != v.Allowed {
+			t.Fatalf("seed %d: from %v to %v the answer is %q, opened %v; policy says %v", seed, src, dst, req.answer, b.net.dials, v)
+		}
+		kinds[v.Allowed]++
+	}
+	if kinds[true] < 500 || kinds[false] < 500 {
+		t.Errorf("decisions: %v, want many of both", kinds)
 	}
 }

@@ -155,7 +155,7 @@ func (m *model) gateway(g *workload.GatewayAddress, waypoint bool) []endpoint {
 	if v := m.gatewayService(g); v != nil {
 		return m.endpoints(v, g.Port, waypoint)
 	}
-	if w := m.gatewayWorkload(g); w != nil {
+	if w := m.gatewayWorkload(g); w != nil && !slices.Contains(m.q.Exclude, w) {
 		return []endpoint{{w, g.Port}}
 	}
 	return nil

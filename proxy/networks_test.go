@@ -2,10 +2,12 @@ package proxy
 
 import (
 	"net/netip"
+	"syscall"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
 
+	"ztun.dev/ztun/internal/hbone"
 	"ztun.dev/ztun/internal/workload"
 )
 
@@ -173,4 +175,34 @@ func TestWeightedWaypoints(t *testing.T) {
 			t.Errorf("flows went to %v, want both endpoints", seen)
 		}
 	})
+}
+
+// A waypoint that is one of several and cannot be reached is no reason to refuse a flow that another can take.
+func TestAnotherWaypointIsTried(t *testing.T) {
+	m := newMesh()
+	m.more.Workloads = []*workload.Workload{pod0("b", "10.244.2.11")}
+	m.web.WeightedWaypoints = []workload.WeightedWaypoint{{Destination: *byIP("10.244.2.10"), Weight: 1}, {Destination: *byIP("10.244.2.11"), Weight: 1}}
+	b := newBench(t, m)
+	at := uint64(0)
+	b.cfg.Rand = func() uint64 { at++; return at }
+	b.tunnel.fail = map[netip.AddrPort]error{netip.MustParseAddrPort("10.244.2.10:15008"): &hbone.OpenError{Err: syscall.ECONNREFUSED}}
+	accepted := 0
+	for range 20 {
+		req := request("10.96.0.10:80")
+		b.ServeTCP(t.Context(), req)
+		b.Settle()
+		if req.answer == "accepted" {
+			accepted++
+			req.app.Reset()
+			b.Settle()
+		}
+	}
+	if accepted < 13 {
+		t.Errorf("%d of 20 flows came through, want those of the other waypoint and half of the rest", accepted)
+	}
+	for _, x := range b.tunnel.targets {
+		if x.Authority != "10.96.0.10:80" {
+			t.Errorf("a flow went past the waypoints: %+v", x)
+		}
+	}
 }

@@ -115,6 +115,7 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 			break
 		}
 		q.Exclude = append(q.Exclude, d.Destination)
+		q.Rand = p.cfg.Rand() // of several waypoints perhaps another
 	}
 	answer(req, failed)
 	if conn == nil {
