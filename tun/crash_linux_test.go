@@ -147,7 +147,7 @@ func TestNetnsSteerKilled(t *testing.T) {
 
 		cfg.Generation++
 		var ends []EndedFlow
-		var mu sync.Mutex
+		var mu sync.Mutex // guards ends
 		cfg.Steering = newSteering(t, mode, func(e EndedFlow) {
 			mu.Lock()
 			defer mu.Unlock()
@@ -156,6 +156,22 @@ func TestNetnsSteerKilled(t *testing.T) {
 		l.capture(t, cfg, byPort(crashWays))
 		alive("restarted")
 		_, _ = unix.Write(mesh, []byte("secret 3"))
+		if mode == SteerBySockops { // nothing says who opened it: both ways
+			const carried = uint64(len("clear before" + "clear killed" + "clear closed" + "clear restarted"))
+			src, dst := localOf(t, out), network
+			closeNow(t, out)
+			closeNow(t, outPeer)
+			waitFor(t, "the end of a flow of before", func() bool {
+				mu.Lock()
+				defer mu.Unlock()
+				for _, e := range ends {
+					if e.Src == src && e.Dst == dst && e.Established && e.Received == carried && e.Sent == carried && e.Netns == l.k.Cookie() {
+						return slices.ContainsFunc(ends, func(e EndedFlow) bool { return e.Src == dst && e.Dst == src })
+					}
+				}
+				return false
+			})
+		}
 		out2 := dialOK(l.pod, network)
 		outPeer2, _ := accept(t, server)
 		send(t, out2, outPeer2, "clear again")

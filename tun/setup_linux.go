@@ -74,7 +74,7 @@ func (s *setup) run(ctx context.Context) (err error) {
 	}()
 	steps := []func() error{
 		s.inspect, s.findCookie, s.openDevice, s.keepState, s.configureDevice, s.setSysctls, s.setMark, s.steer,
-		s.eachFamily(s.setRoutes), s.enrolRunning, s.eachFamily(s.setRules), s.enrolRunning, s.setGuard,
+		s.eachFamily(s.setRoutes), s.enrolRunning, s.eachFamily(s.setRules), s.enrolRunning, s.setGuard, s.watchOlder,
 		func() error { return s.selfCheck(ctx) }, s.watchAddresses,
 	}
 	for _, step := range steps {

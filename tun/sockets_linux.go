@@ -22,11 +22,12 @@ const (
 	sizeofInetDiagReq = 56
 	sizeofInetDiagMsg = 72
 
-	tcpSynSent = 2 // include/net/tcp_states.h
-	tcpSynRecv = 3
-	tcpClose   = 7
-	tcpListen  = 10
-	allStates  = 1<<12 - 1 // up to TCP_CLOSING
+	tcpSynSent  = 2 // include/net/tcp_states.h
+	tcpSynRecv  = 3
+	tcpTimeWait = 6
+	tcpClose    = 7
+	tcpListen   = 10
+	allStates   = 1<<12 - 1 // up to TCP_CLOSING
 
 	noCookie = ^uint64(0) // any
 )

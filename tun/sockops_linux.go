@@ -6,8 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/netip"
 	"os"
+	"slices"
+	"sync"
 	"syscall"
 	"time"
 
@@ -28,6 +31,10 @@ type sockops struct {
 	progs sockopsPrograms
 	enrol *ebpf.Program // nil where the kernel cannot: it takes BTF, and Linux 5.16
 	link  link.Link     // of the program of sockets to the root of cgroup v2
+	wake  int           // eventfd: run has something to look at
+
+	mu    sync.Mutex // guards below
+	older map[*older]bool
 }
 
 // The maps and programs that all netns share.
@@ -101,12 +108,15 @@ func newSockops(cfg *SteeringConfig) (_ backend, err error) {
 	if err := rlimit.RemoveMemlock(); err != nil {
 		return nil, fmt.Errorf("memlock limit: %w", err)
 	}
-	b := &sockops{marks: cfg.Marks}
+	b := &sockops{marks: cfg.Marks, wake: -1, older: make(map[*older]bool)}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, b.close())
 		}
 	}()
+	if b.wake, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		return nil, fmt.Errorf("eventfd: %w", err)
+	}
 	if b.spec, err = loadSteer(); err != nil {
 		return nil, err
 	}
@@ -180,6 +190,9 @@ func (b *sockops) close() error {
 	var errs []error
 	if b.link != nil {
 		errs = append(errs, b.link.Close())
+	}
+	if b.wake >= 0 {
+		errs = append(errs, unix.Close(b.wake))
 	}
 	for _, c := range []io.Closer{
 		b.maps.Flows, b.maps.Captured, b.maps.HandedBack, b.maps.Ends, b.maps.Lost, b.progs.Ingress, b.progs.Guard, b.enrol,
@@ -273,6 +286,18 @@ type sockopsNetns struct {
 	cookie uint64
 	link   link.Link
 	socks  *ebpf.Map
+	older  *older // nil where there is none
+}
+
+func (n *sockopsNetns) watchOlder(s *setup) (err error) {
+	if n.older, err = findOlder(s); n.older == nil || err != nil {
+		return err
+	}
+	n.b.mu.Lock()
+	n.b.older[n.older] = true
+	n.b.mu.Unlock()
+	n.b.notify()
+	return nil
 }
 
 func (n *sockopsNetns) listeners(v4, v6 int) error {
@@ -312,6 +337,12 @@ func (n *sockopsNetns) close() error {
 	if n.link != nil {
 		errs = append(errs, n.link.Close())
 	}
+	if n.older != nil {
+		n.b.mu.Lock()
+		delete(n.b.older, n.older)
+		n.b.mu.Unlock()
+		errs = append(errs, n.older.close())
+	}
 	return errors.Join(append(errs, n.socks.Close())...)
 }
 
@@ -333,15 +364,10 @@ func (b *sockops) run(ctx context.Context, ended func(EndedFlow)) error {
 		return fmt.Errorf("ends of flows: %w", err)
 	}
 	defer func() { _ = r.Close() }()
-	stop, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
-	if err != nil {
-		return fmt.Errorf("ends of flows: eventfd: %w", err)
-	}
-	defer unix.Close(stop)
 	r.SetDeadline(time.Unix(1, 0)) // it does not wait: the poll below does
 	stopped := make(chan struct{})
 	cancel := context.AfterFunc(ctx, func() {
-		_, _ = unix.Write(stop, []byte{1, 0, 0, 0, 0, 0, 0, 0})
+		b.notify()
 		close(stopped)
 	})
 	defer func() {
@@ -351,12 +377,29 @@ func (b *sockops) run(ctx context.Context, ended func(EndedFlow)) error {
 	}()
 	var record ringbuf.Record
 	var end flowEnd
+	buf := make([]byte, 64<<10) // of one message of the kernel's at least
 	for {
-		waited, err := unix.Poll([]unix.PollFd{
-			{Fd: int32(b.maps.Ends.FD()), Events: unix.POLLIN}, {Fd: int32(stop), Events: unix.POLLIN},
-		}, int(sweepEvery.Milliseconds()))
+		b.mu.Lock()
+		list := slices.Collect(maps.Keys(b.older))
+		b.mu.Unlock()
+		fds := []unix.PollFd{{Fd: int32(b.maps.Ends.FD()), Events: unix.POLLIN}, {Fd: int32(b.wake), Events: unix.POLLIN}}
+		for _, o := range list {
+			fds = append(fds, unix.PollFd{Fd: int32(o.descriptor()), Events: unix.POLLIN}) // -1 is passed over
+		}
+		waited, err := unix.Poll(fds, int(sweepEvery.Milliseconds()))
 		if err != nil && !errors.Is(err, unix.EINTR) {
 			return fmt.Errorf("ends of flows: poll: %w", err)
+		}
+		if fds[1].Revents != 0 {
+			_, _ = unix.Read(b.wake, buf[:8])
+		}
+		for i, o := range list {
+			if fds[i+2].Revents != 0 {
+				o.read(buf, ended)
+			}
+			if waited == 0 {
+				o.sweep(ended)
+			}
 		}
 		for {
 			if err := r.ReadInto(&record); errors.Is(err, os.ErrDeadlineExceeded) {
@@ -379,6 +422,9 @@ func (b *sockops) run(ctx context.Context, ended func(EndedFlow)) error {
 		}
 	}
 }
+
+// notify has run look anew at what there is to wait for.
+func (b *sockops) notify() { _, _ = unix.Write(b.wake, []byte{1, 0, 0, 0, 0, 0, 0, 0}) }
 
 // sweep forgets decisions that nobody has come for.
 func (b *sockops) sweep(ended func(EndedFlow)) error {

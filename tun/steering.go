@@ -32,6 +32,8 @@ type SteeringConfig struct {
 }
 
 // An EndedFlow is a flow that was handed back to the kernel, by [Kernel.Steer] with ToNetwork or ToApplication, and is over.
+// Connections that are older than the Kernel are told of too, those that an earlier process has handed back and those that were there
+// before the capture: both ways, as nothing says who has opened them, and without Err.
 type EndedFlow struct {
 	Netns       uint64         // its cookie, see [Kernel.Cookie]
 	Src, Dst    netip.AddrPort // as in the SYN: who opened it, to whom

@@ -39,6 +39,7 @@ type netnsSteerer interface {
 	listeners(v4, v6 int) error
 	steer(src, dst netip.AddrPort, w Way, out int) error // out: the interface that ToNetwork leads to, 0 when it is not known
 	unsteer(src, dst netip.AddrPort)
+	watchOlder(s *setup) error // the last step of Open: connections that the kernel carries already are told of too
 	close() error
 }
 
@@ -152,7 +153,7 @@ func (s *setup) enrolRunning() error {
 	return s.cfg.Steering.backend.enrolRunning(s)
 }
 
-// setGuard is its last step.
+// setGuard is the step of Open after which nothing leaves that was not decided about.
 func (s *setup) setGuard() error {
 	switch {
 	case s.cfg.Steering == nil:
@@ -164,6 +165,14 @@ func (s *setup) setGuard() error {
 		return fmt.Errorf("egress guard: %w", err)
 	}
 	return nil
+}
+
+// watchOlder is the last step of steering.
+func (s *setup) watchOlder() error {
+	if s.steerer == nil {
+		return nil
+	}
+	return s.steerer.watchOlder(s)
 }
 
 // soNetnsCookie is SO_NETNS_COOKIE of include/uapi/asm-generic/socket.h, Linux 5.14.
