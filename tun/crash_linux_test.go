@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 
@@ -321,7 +322,9 @@ func TestNetnsSteerMarksHaveToAgree(t *testing.T) {
 	if _, err := Open(t.Context(), cfg); err == nil {
 		t.Error("Open with other marks than its Steering: no error")
 	}
-	if _, err := NewSteering(SteeringConfig{Mode: "magic", Marks: cfg.Marks}); err == nil {
-		t.Error("NewSteering of an unknown mode: no error")
+	for mode, want := range map[string]string{"magic": `mode "magic" is not known`, SteerByTC: "not built", "": `mode "" is not known`} {
+		if _, err := NewSteering(SteeringConfig{Mode: mode, Marks: cfg.Marks}); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("NewSteering of mode %q: %v, want %q", mode, err, want)
+		}
 	}
 }

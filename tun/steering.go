@@ -9,13 +9,13 @@ import (
 // Backends of a [Steering].
 const (
 	SteerBySockops = "sockops" // BPF: the decision stands in the application's socket, as its mark
-	SteerByTC      = "tc"      // BPF without the root of cgroup v2: the decision stands beside the socket
+	SteerByTC      = "tc"      // not built: refused by NewSteering
 	SteerByNFT     = "nft"     // no BPF: the decision stands in sets of nftables
 )
 
 // SteeringConfig says how flows are led past user space.
 type SteeringConfig struct {
-	// Mode is the backend, ZTUN_OFFLOAD: "auto" takes the first that works of "sockops", "tc" and "nft". One that is named and does
+	// Mode is the backend, ZTUN_OFFLOAD: "auto" takes the first that works of "sockops" and "nft". One that is named and does
 	// not work is an error, of NewSteering or, where only the netns can tell, of Open.
 	Mode string
 

@@ -77,7 +77,10 @@ func NewSteering(cfg SteeringConfig) (*Steering, error) {
 		}
 		errs = append(errs, fmt.Errorf("tun: steering by %s: %w", b.name, err))
 	}
-	if len(errs) == 0 {
+	switch {
+	case cfg.Mode == SteerByTC:
+		return nil, errors.New("tun: steering by tc: not built; use auto, sockops or nft")
+	case len(errs) == 0:
 		return nil, fmt.Errorf("tun: steering: mode %q is not known", cfg.Mode)
 	}
 	return nil, errors.Join(errs...)
@@ -96,7 +99,7 @@ func (c *SteeringConfig) try(make func(*SteeringConfig) (backend, error)) (*Stee
 	return s, nil
 }
 
-// Backend returns which of SteerBySockops, SteerByTC and SteerByNFT it is.
+// Backend returns which of SteerBySockops and SteerByNFT it is.
 func (s *Steering) Backend() string { return s.backend.name() }
 
 // Run tells SteeringConfig.Ended of the ends of flows until ctx ends.
