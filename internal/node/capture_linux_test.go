@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/netip"
 	"os/exec"
@@ -77,6 +78,13 @@ func TestNetnsCaptureReplaysToTheSameDecisions(t *testing.T) {
 	b.serve(b.pods[webB], 8080, who)
 	b.serve(b.pods[webB], 9090, who)
 	b.serve(b.pods[plainB], 8080, who)
+	const up, down = 2_000_000, 3_000_000
+	b.serve(b.pods[webB], 8081, func(c net.Conn) {
+		if n, err := io.Copy(io.Discard, c); n != up || err != nil {
+			t.Errorf("the server got %d bytes, %v, want %d", n, err, up)
+		}
+		c.Write(make([]byte, down))
+	})
 
 	live := b.startCapture(0, "point=pod,tunnel&pod=shop/client&seconds=60")
 	eventually(t, 5*time.Second, "the header of the capture", func() bool { return len(live.got.String()) > 0 })
@@ -102,8 +110,29 @@ func TestNetnsCaptureReplaysToTheSameDecisions(t *testing.T) {
 			_, _ = b.ask(client, to) // some are refused
 		}
 	}
+	bulk := func(to string) error {
+		c, err := b.dial(client, to)
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		if _, err := c.Write(make([]byte, up)); err != nil {
+			return err
+		}
+		c.(*net.TCPConn).CloseWrite()
+		n, err := io.Copy(io.Discard, c)
+		if n != down {
+			err = fmt.Errorf("%d bytes, %w, want %d", n, err, down)
+		}
+		return err
+	}
+	for _, to := range each(b.pods[webB], 8081) { // superpackets, windows that fill
+		if err := bulk(to); err != nil {
+			t.Fatal(err)
+		}
+	}
 	line := regexp.MustCompile(`src\.addr=(\S+)`)
-	const flows = 18
+	const flows = 20
 	var lines []string
 	eventually(t, 10*time.Second, "the lines of all flows", func() bool {
 		lines = nil

@@ -209,6 +209,7 @@ func TestReplayOfTrouble(t *testing.T) {
 		{"FP-76/a reset at its place", 42004, "going"},
 		{"FP-76/ports that are used again", 42005, "new"},
 		{"FP-76/a hole of the capture", 42006, "\x00\x00\x00\x00\x00\x00behind a hole"},
+		{"FP-76/several holes of the capture", 42007, "\x00\x00ab\x00\x00ab\x00\x00ab\x00\x00"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			if got[tt.port] != tt.want {

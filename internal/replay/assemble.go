@@ -73,7 +73,7 @@ func (a *assembler) take(from int64, data []byte, n int, deliver func(data []byt
 }
 
 // proven is told that the peer has acknowledged everything before to. What of it the capture does not have is made up of zeros, up to
-// the next piece that is there. It reports the first byte and the number of those.
+// the next piece that is there; it is called until nothing is missing. It reports the first byte and the number of those.
 func (a *assembler) proven(to int64, deliver func(data []byte, zeros int)) (at int64, n int) {
 	if a.fin != noFIN {
 		to = min(to, a.fin)

@@ -324,6 +324,18 @@ func trouble() []frame {
 	c.a.seq += 19
 	c.send(&c.b, &c.a, flagACK, "")
 	c.close()
+
+	c = t.call("10.244.1.10:42007", web, 1000, 2000) // three holes of each side, and one acknowledgement for all of them
+	c.open()
+	for _, offset := range []uint32{2, 6, 10} {
+		at(c, &c.a, &c.b, offset, "ab")
+		at(c, &c.b, &c.a, offset, "cd")
+	}
+	c.a.seq += 14
+	c.b.seq += 14
+	c.send(&c.b, &c.a, flagACK, "")
+	c.send(&c.a, &c.b, flagACK, "")
+	c.close()
 	return t.frames
 }
 

@@ -266,8 +266,16 @@ func (p *Player) playSegment(f *Flow, k *packet) {
 			if f.peer != nil {
 				f.peer.end(false)
 			}
-		} else if _, lost := f.down.proven(f.acked, f.deliver); lost > 0 {
-			f.warnLost()
+		} else {
+			for { // each hole
+				if _, lost := f.down.proven(f.acked, f.deliver); lost == 0 {
+					break
+				}
+				f.warnLost()
+			}
+			if f.down.ended() && f.peer != nil {
+				f.peer.end(false)
+			}
 		}
 	}
 	p.counts.Played++
@@ -464,17 +472,19 @@ func (p *Player) fromPeer(f *Flow, k *packet) {
 
 // fillLost gives the netstack zeros for what the peer has acknowledged of the source and the capture does not have.
 func (p *Player) fillLost(f *Flow, to int64) {
-	at, n := f.up.proven(to, func([]byte, int) {})
-	if n == 0 {
-		return
-	}
-	f.warnLost()
-	for n > 0 {
-		part := min(n, tun.MaxPacket-p.headerBytes(f, nil))
-		p.counts.Injected++
-		p.inject(p.segment(f, f.isn+1+uint32(at), flagACK, nil, nil, part))
-		at += int64(part)
-		n -= part
+	for { // each hole
+		at, n := f.up.proven(to, func([]byte, int) {})
+		if n == 0 {
+			return
+		}
+		f.warnLost()
+		for n > 0 {
+			part := min(n, tun.MaxPacket-p.headerBytes(f, nil))
+			p.counts.Injected++
+			p.inject(p.segment(f, f.isn+1+uint32(at), flagACK, nil, nil, part))
+			at += int64(part)
+			n -= part
+		}
 	}
 }
 
