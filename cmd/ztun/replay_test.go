@@ -304,3 +304,66 @@ func TestReplayOfScripts(t *testing.T) {
 		}
 	})
 }
+
+// Several captures, what is written beside the output, and standard input.
+func TestReplayWritesReportsAndPackets(t *testing.T) {
+	dir := t.TempDir()
+	for i, name := range []string{"mesh-http.pcap", "dns.pcap", "truncated.pcap"} {
+		b, err := os.ReadFile(filepath.Join(replaySamples, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, fmt.Sprint(i)+name), b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	report, packets := filepath.Join(t.TempDir(), "report.json"), filepath.Join(t.TempDir(), "out.pcapng")
+	t.Run("T1/a directory, a report and packets", func(t *testing.T) {
+		stdout, stderr, code := replayed(t, "--dir", dir, "--report", report, "--write-pcap", packets)
+		if code != exitPartly || !strings.Contains(stdout, "89 packets; flows: 3 mesh, 4 passthrough, 1 dns; questions: 3 answered by the mesh, 3 by a resolver\n") {
+			t.Errorf("exit code %d, stdout\n%s\nstderr %s", code, stdout, stderr)
+		}
+		b, err := os.ReadFile(report)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var r struct {
+			Captures int
+			Packets  struct{ Packets, Played uint64 }
+			Records  map[string]int
+			Stack    map[string]uint64
+			Problems []struct{ File, Text string }
+		}
+		if err := json.Unmarshal(b, &r); err != nil {
+			t.Fatal(err)
+		}
+		if r.Captures != 3 || r.Packets.Packets != 89 || r.Records["mesh"] != 3 || r.Stack["accepted"] != 8 || len(r.Problems) != 1 {
+			t.Errorf("report %s", b)
+		}
+	})
+	t.Run("T1/what the netstack has read and sent", func(t *testing.T) {
+		// As a capture it has the same conversations, answered by the netstack.
+		if _, stderr, code := replayed(t, "--write-pcap", packets, filepath.Join(replaySamples, "mesh-http.pcap")); code != exitOK {
+			t.Fatalf("exit code %d, stderr %s", code, stderr)
+		}
+		stdout, stderr, code := replayed(t, packets)
+		if code != exitOK || !strings.Contains(stdout, "flows: 1 mesh, 2 passthrough;") || strings.Count(stdout, "carried      53 bytes sent, 63 received") != 3 {
+			t.Errorf("exit code %d, stdout\n%s\nstderr %s", code, stdout, stderr)
+		}
+	})
+	t.Run("T1/standard input", func(t *testing.T) {
+		b, err := os.ReadFile(filepath.Join(replaySamples, "ipv6.pcap"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var out, errs bytes.Buffer
+		cmd := newReplay()
+		cmd.SetIn(bytes.NewReader(b))
+		cmd.SetOut(&out)
+		cmd.SetErr(&errs)
+		cmd.SetArgs([]string{"--state", filepath.Join(replaySamples, "mesh.yaml"), "-"})
+		if err := cmd.ExecuteContext(t.Context()); err != nil || !strings.HasPrefix(out.String(), "12:00:00.000000000  flow 1  outbound [fd00:1::10]:40000") {
+			t.Errorf("%v, stdout\n%s\nstderr %s", err, &out, &errs)
+		}
+	})
+}

@@ -1,7 +1,6 @@
 package node
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -88,14 +87,14 @@ func TestNetnsCaptureReplaysToTheSameDecisions(t *testing.T) {
 
 	live := b.startCapture(0, "point=pod,tunnel&pod=shop/client&seconds=60")
 	eventually(t, 5*time.Second, "the header of the capture", func() bool { return len(live.got.String()) > 0 })
-	var dumped bytes.Buffer
+	dumped := newLogBuffer()
 	var dump *exec.Cmd
 	var dumping sync.WaitGroup
 	if path, err := exec.LookPath("tcpdump"); err == nil {
 		ready := newLogBuffer()
 		if err := b.pods[clientA].Do(func() error {
-			dump = exec.CommandContext(t.Context(), path, "-i", "ztun0", "-U", "--immediate-mode", "-w", "-")
-			dump.Stdout, dump.Stderr = &dumped, ready
+			dump = exec.CommandContext(t.Context(), path, "-i", "ztun0", "-B", "32768", "-U", "--immediate-mode", "-w", "-")
+			dump.Stdout, dump.Stderr = dumped, ready
 			return dump.Start()
 		}); err != nil {
 			t.Fatal(err)
@@ -144,6 +143,11 @@ func TestNetnsCaptureReplaysToTheSameDecisions(t *testing.T) {
 		return len(lines) == flows
 	})
 	eventually(t, 10*time.Second, "all packets of the capture", func() bool { return strings.Count(live.got.String(), "flow ") > flows })
+	if dump != nil {
+		eventually(t, 20*time.Second, "all packets in tcpdump's output", func() bool {
+			return packetsOf(t, dumped.String(), "") >= packetsOf(t, live.got.String(), "pod")
+		})
+	}
 	b.stop(0) // whose end resets what is open, and ends the captures
 	<-live.done
 	if dump != nil {
@@ -162,7 +166,7 @@ func TestNetnsCaptureReplaysToTheSameDecisions(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for name, file := range map[string][]byte{"ztun capture": []byte(live.got.String()), "tcpdump": dumped.Bytes()} {
+	for name, file := range map[string][]byte{"ztun capture": []byte(live.got.String()), "tcpdump": []byte(dumped.String())} {
 		t.Run("T1/"+name, func(t *testing.T) {
 			if len(file) == 0 {
 				t.Skip("there is no tcpdump here")

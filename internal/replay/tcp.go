@@ -67,7 +67,7 @@ func (p *Player) tcp(k *packet) {
 	defer p.mu.Unlock()
 	syn := k.flags&(flagSYN|flagACK) == flagSYN
 	f := p.flows[pair{k.src, k.dst}]
-	if f != nil && syn && (f.Kind == Midstream || f.isn != k.seq) {
+	if f != nil && syn && (f.Kind == Midstream || f.isn != k.seq || f.answered && f.list == &p.over) {
 		p.reuse(f)
 		f = nil
 	}
