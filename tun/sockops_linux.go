@@ -104,6 +104,9 @@ func (e *flowEnd) ended() EndedFlow {
 }
 
 func newSockops(cfg *SteeringConfig) (_ backend, err error) {
+	if cfg.noBPF {
+		return nil, unix.EPERM
+	}
 	// Kernels before 5.11 count programs and maps against RLIMIT_MEMLOCK; on others this does nothing.
 	if err := rlimit.RemoveMemlock(); err != nil {
 		return nil, fmt.Errorf("memlock limit: %w", err)

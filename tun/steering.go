@@ -29,6 +29,7 @@ type SteeringConfig struct {
 	Ended func(EndedFlow)
 
 	noBTF bool // as if the kernel had no BTF
+	noBPF bool // as if it refused all programs
 }
 
 // An EndedFlow is a flow that was handed back to the kernel, by [Kernel.Steer] with ToNetwork or ToApplication, and is over.

@@ -146,6 +146,28 @@ func TestNetnsSteerSelfTest(t *testing.T) {
 	}
 }
 
+func TestNetnsSteerFallsBack(t *testing.T) {
+	t.Parallel()
+	needPrivilege(t)
+	for mode, want := range map[string]string{"auto": SteerByNFT, SteerBySockops: ""} {
+		var log bytes.Buffer
+		s, err := NewSteering(SteeringConfig{
+			Mode: mode, Marks: testConfig(nil).Marks, Log: slog.New(slog.NewTextHandler(&log, nil)), noBPF: true,
+		})
+		if want == "" {
+			if err == nil || !strings.Contains(err.Error(), "steering by sockops: operation not permitted") {
+				t.Errorf("NewSteering of mode %s: %v, want the reason", mode, err)
+			}
+			continue
+		}
+		must(t, err)
+		if got := s.Backend(); got != want || !strings.Contains(log.String(), "steering falls back") {
+			t.Errorf("mode %s without BPF: %s, log:\n%s\nwant %s and a warning", mode, got, log.String(), want)
+		}
+		must(t, s.Close())
+	}
+}
+
 func always(w Way) func(src, dst netip.AddrPort) Way {
 	return func(src, dst netip.AddrPort) Way { return w }
 }
