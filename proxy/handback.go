@@ -9,6 +9,7 @@ import (
 	"syscall"
 	"time"
 
+	"ztun.dev/ztun/internal/authz"
 	"ztun.dev/ztun/internal/telemetry"
 	"ztun.dev/ztun/stack"
 )
@@ -112,16 +113,59 @@ func (p *Proxy) handBack(req stack.TCPRequest, c *connection) {
 	}
 }
 
+// A CarriedFlow is a connection that the kernel carries already.
+type CarriedFlow struct {
+	Flow           stack.Flow
+	Inbound        bool
+	Received, Sent uint64 // bytes, from who opened it, and to it
+}
+
+// Adopt begins the records of connections that the kernel has carried for an earlier process, and returns how many there are: from now on
+// changes of policy reach them, and what policy denies by now is cut. It is called before the pod is served. The pod's own workload has to be
+// known.
+func (p *Proxy) Adopt(list []CarriedFlow) int {
+	state := p.cfg.Store.Snapshot()
+	self := state.Local(p.cfg.Client)
+	if p.cfg.Kernel == nil || self == nil {
+		return 0
+	}
+	for _, x := range list {
+		facts := p.inboundFacts(state, self, x.Flow)
+		if !x.Inbound {
+			facts = outboundFlow(x.Flow)
+			facts.Dst, facts.Source, facts.Destination = x.Flow.Dst, self, state.WorkloadAt(p.cfg.Network, x.Flow.Dst.Addr())
+		}
+		c := p.conns.open(p.cfg.Records, facts, nil)
+		k := p.handed.add(x.Flow, c)
+		c.CarriedByKernel(true)
+		c.Received.Store(x.Received)
+		c.Sent.Store(x.Sent)
+		c.Established(p.cfg.Group.Now())
+		c.SetCloser(func(cause error) { p.cut(x.Flow, k, cause, firstCut) })
+		if !x.Inbound {
+			continue
+		}
+		switch v := c.decide(); {
+		case v.Allowed:
+			c.SetPolicy(v.Policy)
+		case v.Reason != authz.PolicyUnknown: // that one is waited for, as with any open connection
+			c.deny(v)
+		}
+	}
+	return len(list)
+}
+
 // carries reports whether the kernel may carry what was decided about an outbound flow: nothing is to be changed in it.
 func (p *Proxy) carries(d *Decision, f stack.Flow) bool {
 	return p.cfg.Kernel != nil && d.Route == Passthrough && d.NextHop == f.Dst
 }
 
 // A connection whose socket is not there yet when it is to be cut is looked for again, until it must be: the SYN was handed back
-// moments ago.
+// moments ago. The end of one that was cut is told at once, but of one of an earlier process nobody tells.
 const (
 	firstCut = 10 * time.Millisecond
 	lastCut  = 2 * time.Second
+	untold   = 100 * time.Millisecond
 )
 
 // cut resets a connection that the kernel carries. Its end is then told as any other.
@@ -132,17 +176,22 @@ func (p *Proxy) cut(f stack.Flow, k *carried, cause error, again time.Duration) 
 		local, remote = remote, local
 	}
 	err := p.cfg.Kernel.Destroy(local, remote)
+	finish := func() {
+		if removed, _ := p.handed.remove(f, k); removed {
+			k.Finish(cause)
+		}
+	}
 	switch {
-	case err == nil || !p.handed.has(f, k):
+	case !p.handed.has(f, k):
+		return
+	case err == nil:
+		p.cfg.Group.After(untold, finish)
 		return
 	case !errors.Is(err, os.ErrNotExist):
 		p.cfg.Log.Error("connection in the kernel not cut", "flow", f.String(), "error", err.Error())
 	}
-	if again < lastCut && p.cfg.Group.After(again, func() { p.cut(f, k, cause, 2*again) }) != nil {
-		return
-	}
-	if removed, _ := p.handed.remove(f, k); removed {
-		k.Finish(cause)
+	if again >= lastCut || p.cfg.Group.After(again, func() { p.cut(f, k, cause, 2*again) }) == nil {
+		finish()
 	}
 }
 

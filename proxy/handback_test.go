@@ -301,3 +301,38 @@ func TestConnectionsInTheKernelOutliveTheProcess(t *testing.T) {
 		t.Errorf("the kernel was told %v", k.calls)
 	}
 }
+
+func TestConnectionsOfAnEarlierProcess(t *testing.T) {
+	m := newMesh()
+	b, k := newKernelBench(t, m)
+	flows := []CarriedFlow{
+		{Flow: request("1.2.3.4:80").flow, Received: 1, Sent: 2},
+		{Flow: inboundRequest("10.9.9.9:1000", "10.244.0.5:80").flow, Inbound: true, Received: 3, Sent: 4},
+		{Flow: inboundRequest("10.9.9.9:1001", "10.244.0.5:9090").flow, Inbound: true},
+	}
+	k.connected(flows[2].Flow, flows[2].Flow.Dst)
+	b.change(func(m *mesh) {
+		m.more.Policies = []*workload.Policy{{
+			Name: "no-9090", Namespace: "default", Scope: workload.ScopePolicyNamespace, Action: workload.Deny,
+			Groups: []workload.Group{{{{DestinationPorts: []uint16{9090}}}}},
+		}}
+	})
+	if n := b.Adopt(flows); n != len(flows) {
+		t.Errorf("%d adopted, want %d", n, len(flows))
+	}
+	b.Settle()
+	if got, want := b.lines(t), `error="connection closed due to policy change" carried="kernel" response_flags="DENY" policy="default/no-9090"`; strings.Count(got, "\n") != 1 || !strings.Contains(got, want) {
+		t.Errorf("access log %q, want one line with %q", got, want)
+	}
+	moved := make(map[string][2]uint64)
+	for _, c := range openConns(b) {
+		moved[c.Direction.String()] = [2]uint64{c.Received.Load(), c.Sent.Load()}
+		if s := c.Status(b.Group().Now()).State; s != telemetry.Open {
+			t.Errorf("%v: state %v, want open", c.Direction, s)
+		}
+	}
+	if diff := cmp.Diff(map[string][2]uint64{"outbound": {1, 2}, "inbound": {3, 4}}, moved); diff != "" {
+		t.Errorf("received and sent mismatch (-want +got):\n%s", diff)
+	}
+	b.LetGo()
+}

@@ -126,6 +126,13 @@ func (n *Node) openTUN(ctx context.Context, l *pipeline, spec *podSpec, u *under
 	}
 	if b.steerer != nil {
 		b.steerer.stack = b.stack
+		adopted, err := b.steerer.adopt(l.proxy)
+		if err != nil {
+			return nil, err
+		}
+		if adopted > 0 {
+			l.log.Info("connections that the kernel carries found", "count", adopted)
+		}
 		if err := b.listeners.Start(b.stack.Accepted); err != nil {
 			return nil, err
 		}

@@ -275,3 +275,32 @@ func TestNetnsDrainLeavesTheKernelsConnections(t *testing.T) {
 		}
 	})
 }
+
+// What the kernel has carried for a process that died is known to the next one: it is listed, and what policy denies by then is cut.
+func TestNetnsKernelsConnectionsAreFound(t *testing.T) {
+	eachOffload(t, func(t *testing.T, b *bed) {
+		child := b.spawnReady(1)
+		in, inServer := b.connect(t, way{"plaintext in", b.pods[plainB], b.pods[webB], addrPort(b.pods[webB].Addr4, 8080)})
+		in6, in6Server := b.connect(t, way{"plaintext in", b.pods[plainB], b.pods[webB], addrPort(b.pods[webB].Addr6, 8081)})
+		out, outServer := b.connect(t, way{"passthrough", b.pods[webB], b.pods[plainB], addrPort(b.pods[plainB].Addr4, 8082)})
+		child.kill(t)
+		const strict = "policies:\n- {name: strict, namespace: shop, scope: WorkloadSelector, action: Deny, dryRun: false, rules: [[[{notPrincipals: [!Presence ], destinationPorts: [8080]}]]]}\n"
+		b.write("mesh.yaml", strings.NewReplacer("policies:\n", strict, "[shop/no-other, shop/no-9090]", "[shop/no-other, shop/no-9090, shop/strict]").Replace(b.read("mesh.yaml")))
+		child = b.spawnReady(1)
+		child.log.await(t, "connections that the kernel carries found", child.cmd.Done(), "count=3")
+		for _, end := range []net.Conn{in, inServer} {
+			end.SetDeadline(time.Now().Add(5 * time.Second))
+			if _, err := end.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) && !errors.Is(err, syscall.ECONNABORTED) {
+				t.Errorf("%v, which policy denies now, reads %v, want a reset", end.LocalAddr(), err)
+			}
+		}
+		child.out.await(t, `carried="kernel"`, child.cmd.Done(), `error="connection closed due to policy change"`, "src.addr="+in.LocalAddr().String())
+		for _, pair := range [][2]*net.TCPConn{{in6, in6Server}, {out, outServer}} {
+			if err := transfer(pair[0], pair[1], 1, 100_000); err != nil {
+				t.Errorf("%v to %v: %v", pair[0].LocalAddr(), pair[0].RemoteAddr(), err)
+			}
+			pair[1].Close()
+		}
+		child.stop(t)
+	})
+}

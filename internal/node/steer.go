@@ -121,6 +121,23 @@ func (s *steerer) Destroy(local, remote netip.AddrPort) error {
 // Forget implements proxy.Kernel.
 func (s *steerer) Forget(f stack.Flow) { s.stack.Ended(f) }
 
+// adopt begins the records of what the kernel has carried for an earlier process.
+func (s *steerer) adopt(p *proxy.Proxy) (int, error) {
+	found, err := s.device.HandedBack()
+	if err != nil {
+		return 0, err
+	}
+	list := make([]proxy.CarriedFlow, 0, len(found))
+	for _, h := range found {
+		f := proxy.CarriedFlow{Flow: stack.Flow{Proto: stack.TCP, Src: h.Src, Dst: h.Dst}, Inbound: h.Inbound, Received: h.BytesAcked, Sent: h.BytesReceived}
+		if h.Inbound {
+			f.Received, f.Sent = h.BytesReceived, h.BytesAcked
+		}
+		list = append(list, f)
+	}
+	return p.Adopt(list), nil
+}
+
 // sockets are the pod's TCP sockets.
 func (s *steerer) sockets(f func(proxy.KernelSocket)) error {
 	return s.device.Sockets(func(local, remote netip.AddrPort, i tun.SocketInfo) {
