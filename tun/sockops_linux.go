@@ -422,9 +422,18 @@ func (b *sockops) run(ctx context.Context, ended func(EndedFlow)) error {
 			if err := b.sweep(ended); err != nil {
 				return err
 			}
+			continue
+		}
+		// While we are behind, the kernel wakes nobody.
+		if _, err := unix.Poll(fds[1:2], gatherMS); err != nil && !errors.Is(err, unix.EINTR) {
+			return fmt.Errorf("ends of flows: poll: %w", err)
 		}
 	}
 }
+
+// gatherMS is how long ends are left to gather, in milliseconds: at 5 000 a second each wake-up for one costs as much as the rest of its
+// end (a fifth of the process's CPU in all, measured).
+const gatherMS = 5
 
 // notify has run look anew at what there is to wait for.
 func (b *sockops) notify() { _, _ = unix.Write(b.wake, []byte{1, 0, 0, 0, 0, 0, 0, 0}) }
