@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -29,7 +30,11 @@ func idleTool(fs *flag.FlagSet, args []string) (any, error) {
 		}
 		go func() {
 			for i := w; i < *conns; i += workers {
-				if err := openOne(to); err != nil {
+				err := openOne(to)
+				if errors.Is(err, unix.ECONNRESET) { // see mostFailed
+					err = openOne(to)
+				}
+				if err != nil {
 					done <- fmt.Errorf("connection %d: %w", i, err)
 					return
 				}

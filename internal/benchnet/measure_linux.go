@@ -145,6 +145,11 @@ func pingpongMeasurement(conns int) measurement {
 	}
 }
 
+// mostFailed is how many connections there are at least for each that may fail: where the SYN, the ACK and the data of a connection are
+// processed on different cores, Linux 6.18 resets one in 20,000 to 80,000, of which the lookup falls between the removal of the request and
+// the insertion of the socket (seen in packet captures).
+const mostFailed = 10_000
+
 func connectMeasurement(workers int) measurement {
 	name := fmt.Sprintf("connect/%d", workers)
 	return measurement{
@@ -155,7 +160,7 @@ func connectMeasurement(workers int) measurement {
 			if err := runTool(ctx, p.client, d, &r, "bench-connect", "-addr", p.small(), "-workers", fmt.Sprint(workers), "-time", d.String()); err != nil {
 				return nil, err
 			}
-			if r.Failed > 0 {
+			if r.Failed > r.Connections/mostFailed {
 				return nil, fmt.Errorf("benchnet: %d of %d connections failed, the first: %s", r.Failed, r.Failed+r.Connections, r.FirstError)
 			}
 			return []figure{{name, float64(r.Connections) / r.Seconds}}, nil

@@ -124,6 +124,7 @@ func (v variant) handsBack() bool { return v.backend() != config.OffloadOff.Stri
 // variants are all ways to serve a pod.
 var variants = []variant{
 	{config.CaptureTUN, config.OffloadSockops},
+	{config.CaptureTUN, config.OffloadNFT},
 	{config.CaptureTUN, config.OffloadOff},
 	{config.CaptureRedirect, config.OffloadAuto},
 }

@@ -141,6 +141,9 @@ func (s *steerer) adopt(p *proxy.Proxy) (int, error) {
 // sockets are the pod's TCP sockets.
 func (s *steerer) sockets(f func(proxy.KernelSocket)) error {
 	return s.device.Sockets(func(local, remote netip.AddrPort, i tun.SocketInfo) {
+		if i.State == unix.BPF_TCP_TIME_WAIT { // both sides have ended
+			return
+		}
 		f(proxy.KernelSocket{
 			Local: local, Remote: remote, Established: i.State != unix.BPF_TCP_SYN_SENT,
 			Received: i.BytesReceived, Sent: i.BytesAcked, // of which a FIN, and the SYN of who connected, are one
@@ -159,9 +162,16 @@ func (n *Node) hearEnds(ctx context.Context) {
 // long an end that nobody told of stays unnoticed, twice at most.
 const lookEvery = 10 * time.Second
 
+// lookEveryNFT is the same where the kernel tells few ends, and late: the dump of all sockets then is what finds them.
+const lookEveryNFT = time.Second
+
 // watchCarried compares until ctx ends.
 func (n *Node) watchCarried(ctx context.Context) {
-	tick := time.NewTicker(lookEvery)
+	every := lookEvery
+	if n.steering.Backend() == tun.SteerByNFT {
+		every = lookEveryNFT
+	}
+	tick := time.NewTicker(every)
 	defer tick.Stop()
 	for {
 		select {
