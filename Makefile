@@ -21,7 +21,7 @@ demo: build ## two nodes in network namespaces, an application across them (as r
 
 .PHONY: test
 test: ## all tests; those in network namespaces need root and are skipped without it
-	flock $(LOCK) $(GO) run ./internal/scenarios $(SCENARIOS) -- $(GO) test -json -p 2 -shuffle=on ./...
+	flock $(LOCK) $(GO) run ./internal/scenarios $(SCENARIOS) -- $(GO) test -json -p 2 -timeout 30m -shuffle=on ./...
 
 .PHONY: scenarios
 scenarios: SCENARIOS = -list
@@ -29,7 +29,7 @@ scenarios: test ## all tests, and by which of them each numbered scenario is sho
 
 .PHONY: race
 race: ## all tests with the race detector (needs gcc)
-	CGO_ENABLED=1 flock $(LOCK) $(GO) test -p 2 -race -shuffle=on ./...
+	CGO_ENABLED=1 flock $(LOCK) $(GO) test -p 2 -timeout 45m -race -shuffle=on ./...
 
 .PHONY: netns
 netns: ## the privileged tests, none skipped

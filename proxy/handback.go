@@ -122,8 +122,8 @@ type CarriedFlow struct {
 
 // Adopt begins the records of connections that the kernel has carried for an earlier process, and returns how many there are: from now on
 // changes of policy reach them, and what policy denies by now is cut. It is called before the pod is served. The pod's own workload has to be
-// known.
-func (p *Proxy) Adopt(list []CarriedFlow) int {
+// known. Unless decide is true, those that are there keep the path that they have until policies change.
+func (p *Proxy) Adopt(list []CarriedFlow, decide bool) int {
 	state := p.cfg.Store.Snapshot()
 	self := state.Local(p.cfg.Client)
 	if p.cfg.Kernel == nil || self == nil {
@@ -138,11 +138,10 @@ func (p *Proxy) Adopt(list []CarriedFlow) int {
 		c := p.conns.open(p.cfg.Records, facts, nil)
 		k := p.handed.add(x.Flow, c)
 		c.CarriedByKernel(true)
-		c.Received.Store(x.Received)
-		c.Sent.Store(x.Sent)
+		c.Resume(x.Received, x.Sent)
 		c.Established(p.cfg.Group.Now())
 		c.SetCloser(func(cause error) { p.cut(x.Flow, k, cause, firstCut) })
-		if !x.Inbound {
+		if !x.Inbound || !decide {
 			continue
 		}
 		switch v := c.decide(); {
@@ -152,6 +151,7 @@ func (p *Proxy) Adopt(list []CarriedFlow) int {
 			c.deny(v)
 		}
 	}
+	p.conns.all.ring() // who looks at policies may have done so before
 	return len(list)
 }
 
@@ -261,7 +261,7 @@ func (p *Proxy) Look(list func(f func(KernelSocket)) error) error {
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		if k := h.flows[stack.Flow{Proto: stack.TCP, Src: s.Local, Dst: s.Remote}]; k != nil && k.next == nil && k.Direction == telemetry.Outbound {
-			k.see(look, now, s.Established, s.Sent, s.Received)
+			k.see(look, now, s.Established, s.Sent-min(s.Sent, 1), s.Received) // without the SYN
 		}
 		if k := h.flows[stack.Flow{Proto: stack.TCP, Src: s.Remote, Dst: s.Local}]; k != nil && k.next == nil && k.Direction == telemetry.Inbound {
 			k.see(look, now, s.Established, s.Received, s.Sent)

@@ -122,7 +122,7 @@ func (p *Proxy) serves(state *workload.Snapshot, self *workload.Workload, ip net
 // fronts reports whether the pod is a waypoint of what has the address: then streams to that address are for it. One that is not
 // healthy is still one.
 func (p *Proxy) fronts(state *workload.Snapshot, self *workload.Workload, ip netip.Addr) bool {
-	if v := state.ServiceAt(p.cfg.Network, ip, ""); v != nil {
+	if v := state.ServiceAt(p.cfg.Network, ip, self.Namespace); v != nil {
 		for i := range v.WeightedWaypoints {
 			if isGateway(state, self, &v.WeightedWaypoints[i].Destination) {
 				return true
@@ -142,7 +142,7 @@ func isGateway(state *workload.Snapshot, self *workload.Workload, g *workload.Ga
 	var via *workload.Service
 	var w *workload.Workload
 	if g.Hostname == (workload.ServiceKey{}) {
-		via = state.ServiceAt(g.Address.Network, g.Address.Addr, "")
+		via = state.ServiceAt(g.Address.Network, g.Address.Addr, self.Namespace)
 		w = state.WorkloadAt(g.Address.Network, g.Address.Addr)
 	} else {
 		via, w = state.Service(g.Hostname), state.WorkloadNamed(g.Hostname)

@@ -490,8 +490,9 @@ func (r *request) Accept(ctx context.Context) (loop.Conn, error) {
 	if r.state == handshaking {
 		t.unlink(r)
 	}
+	another := t.requests[r.flow] != nil // whose decision stands in place of this one's
 	t.mu.Unlock()
-	if c == nil && t.s.cfg.Steerer != nil {
+	if c == nil && t.s.cfg.Steerer != nil && !another {
 		t.s.cfg.Steerer.Unsteer(r.flow)
 	}
 	switch {

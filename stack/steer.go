@@ -95,7 +95,7 @@ func (s *Stack) Accepted(c loop.Conn) bool {
 	t := &s.table
 	t.mu.Lock()
 	r := t.requests[flow]
-	if r == nil || r.state != handshaking {
+	if r == nil || r.state != handshaking || r.wake == nil { // without wake it was not steered yet: that is an earlier attempt's
 		t.mu.Unlock()
 		return false
 	}

@@ -27,14 +27,18 @@ func (k *Kernel) HandedBack() (list []HandedBack, err error) {
 		}
 		first, last := ephemeralPorts()
 		return eachSocket(func(d *diagSocket) {
-			// Nothing says who opened a connection. The port that the pod listens on was connected to, and so was one that the kernel does
-			// not choose, should its listener be gone: it is the direction that policy has a say in.
+			if d.remote.Addr().IsLoopback() || d.remote.Addr() == d.local.Addr() {
+				return // the pod's with itself
+			}
+			// Nothing says who opened a connection. The SYN of who did counts as an acknowledged byte. Else the port that the pod listens on
+			// was connected to, and so was one that the kernel does not choose, should its listener be gone: it is the direction that
+			// policy has a say in.
 			port := d.local.Port()
 			mark, inbound := listeners[port]
 			if d.info.Mark&m.OwnMask != m.Own || d.info.State == unix.BPF_TCP_TIME_WAIT || inbound && mark&m.OwnMask == m.Own {
 				return // that listener is ztun's own
 			}
-			inbound = inbound || port < first || port > last
+			inbound = d.info.BytesAcked <= d.sent && (inbound || port < first || port > last)
 			h := HandedBack{Src: d.local, Dst: d.remote, SocketInfo: d.info}
 			if inbound {
 				h.Src, h.Dst, h.Inbound = d.remote, d.local, true

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"os"
 	"sync"
 
 	"github.com/google/nftables"
@@ -147,6 +148,7 @@ func (n *nftNetns) open(s *setup) (err error) {
 			had = false
 		}
 	}
+	n.guard = had && !s.cfg.FailOpenRoute // of an earlier start: it stays throughout
 	if err := n.write(had); err != nil {
 		return err
 	}
@@ -377,6 +379,9 @@ func (n *nftNetns) steer(src, dst netip.AddrPort, w Way, _ int) error {
 	key := keyOf(n.cookie, src, dst)
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	if n.conn == nil {
+		return os.ErrClosed
+	}
 	return n.put(&key, w)
 }
 
@@ -416,18 +421,26 @@ func (n *nftNetns) remove(keys ...flowKey) error {
 		if f == nil {
 			continue
 		}
-		delete(n.flows, keys[i])
 		b, ipv6 := nftKey(&keys[i])
 		if err := n.conn.SetDeleteElements(n.set(f.way, ipv6), []nftables.SetElement{{Key: b}}); err != nil {
 			return err
 		}
 	}
-	return n.conn.Flush()
+	if err := n.conn.Flush(); err != nil {
+		return err // the kernel has all of them still
+	}
+	for i := range keys {
+		delete(n.flows, keys[i])
+	}
+	return nil
 }
 
 func (n *nftNetns) unsteer(src, dst netip.AddrPort) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	if n.conn == nil {
+		return
+	}
 	if err := n.remove(keyOf(n.cookie, src, dst)); err != nil {
 		n.b.cfg.Log.Warn("a decision stays", "src", src, "dst", dst, "reason", err)
 	}
@@ -458,6 +471,7 @@ func (b *nftBackend) run(ctx context.Context, ended func(EndedFlow)) error {
 	stop := context.AfterFunc(ctx, b.notify)
 	defer stop()
 	buf := make([]byte, 64<<10)
+	next := monotonic() + nftSweepEvery
 	for ctx.Err() == nil {
 		b.mu.Lock()
 		var list []*nftNetns
@@ -471,18 +485,22 @@ func (b *nftBackend) run(ctx context.Context, ended func(EndedFlow)) error {
 			fds = append(fds, unix.PollFd{Fd: int32(n.destroy), Events: unix.POLLIN}) // -1 is passed over
 			n.mu.Unlock()
 		}
-		count, err := unix.Poll(fds, int(nftSweepEvery.Milliseconds()))
+		_, err := unix.Poll(fds, int(nftSweepEvery.Milliseconds()))
 		if err != nil && !errors.Is(err, unix.EINTR) {
 			return fmt.Errorf("ends of sockets: poll: %w", err)
 		}
 		if fds[0].Revents != 0 {
 			_, _ = unix.Read(b.wake, buf[:8])
 		}
+		due := monotonic() >= next // whatever else happens
+		if due {
+			next = monotonic() + nftSweepEvery
+		}
 		for i, n := range list {
 			if fds[i+1].Revents != 0 {
 				n.readEnds(buf, ended)
 			}
-			if count == 0 && err == nil {
+			if due {
 				n.sweep(ended)
 			}
 		}

@@ -43,13 +43,16 @@ type netnsSteerer interface {
 	close() error
 }
 
-// backends in the order in which auto tries them.
+// backends in the order in which auto tries them, but for those that are taken by name only.
 var backends = []struct {
-	name string
-	make func(*SteeringConfig) (backend, error)
+	name   string
+	make   func(*SteeringConfig) (backend, error)
+	byName bool
 }{
-	{SteerBySockops, newSockops},
-	{SteerByNFT, newNFTBackend},
+	{SteerBySockops, newSockops, false},
+	// A program that dissolves an inbound connection, connect(AF_UNSPEC), keeps a socket with ztun's mark, and its next connection leaves in
+	// clear: without BPF nothing takes the mark away.
+	{SteerByNFT, newNFTBackend, true},
 }
 
 // NewSteering loads what is shared by all netns, and changes none. It tries out that it works, in a netns of its own.
@@ -65,14 +68,11 @@ func NewSteering(cfg SteeringConfig) (*Steering, error) {
 	}
 	var errs []error
 	for _, b := range backends {
-		if cfg.Mode != "auto" && cfg.Mode != b.name {
+		if cfg.Mode != b.name && (cfg.Mode != "auto" || b.byName) {
 			continue
 		}
 		s, err := cfg.try(b.make)
 		if err == nil {
-			if len(errs) > 0 {
-				cfg.Log.Warn("steering falls back", "backend", b.name, "reason", errors.Join(errs...))
-			}
 			return s, nil
 		}
 		errs = append(errs, fmt.Errorf("tun: steering by %s: %w", b.name, err))

@@ -146,26 +146,21 @@ func TestNetnsSteerSelfTest(t *testing.T) {
 	}
 }
 
-func TestNetnsSteerFallsBack(t *testing.T) {
+func TestNetnsSteerWithoutBPF(t *testing.T) {
 	t.Parallel()
 	needPrivilege(t)
-	for mode, want := range map[string]string{"auto": SteerByNFT, SteerBySockops: ""} {
-		var log bytes.Buffer
-		s, err := NewSteering(SteeringConfig{
-			Mode: mode, Marks: testConfig(nil).Marks, Log: slog.New(slog.NewTextHandler(&log, nil)), noBPF: true,
-		})
-		if want == "" {
-			if err == nil || !strings.Contains(err.Error(), "steering by sockops: operation not permitted") {
-				t.Errorf("NewSteering of mode %s: %v, want the reason", mode, err)
-			}
-			continue
+	for _, mode := range []string{"auto", SteerBySockops} {
+		_, err := NewSteering(SteeringConfig{Mode: mode, Marks: testConfig(nil).Marks, noBPF: true})
+		if err == nil || !strings.Contains(err.Error(), "steering by sockops: operation not permitted") || strings.Contains(err.Error(), SteerByNFT) {
+			t.Errorf("NewSteering of mode %s: %v, want the reason, and nothing of nft", mode, err)
 		}
-		must(t, err)
-		if got := s.Backend(); got != want || !strings.Contains(log.String(), "steering falls back") {
-			t.Errorf("mode %s without BPF: %s, log:\n%s\nwant %s and a warning", mode, got, log.String(), want)
-		}
-		must(t, s.Close())
 	}
+	s, err := NewSteering(SteeringConfig{Mode: SteerByNFT, Marks: testConfig(nil).Marks, noBPF: true})
+	must(t, err)
+	if got := s.Backend(); got != SteerByNFT {
+		t.Errorf("by name without BPF: %s, want nft", got)
+	}
+	must(t, s.Close())
 }
 
 func always(w Way) func(src, dst netip.AddrPort) Way {

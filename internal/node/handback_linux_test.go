@@ -133,7 +133,7 @@ func TestNetnsManyFlowsAreHandedBack(t *testing.T) {
 func checkManyFlowsAreHandedBack(t *testing.T, b *bed) {
 	a := b.start(0)
 	const (
-		count   = 200_000
+		count   = 200_000 / slower
 		workers = 16
 		ports   = 20 // so that no port of the client is needed twice in a second
 	)

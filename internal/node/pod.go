@@ -310,6 +310,7 @@ func (l *pipeline) close(ctx context.Context, release bool) error {
 	if errors.Is(err, context.DeadlineExceeded) {
 		err = nil // what was left has been cut
 	}
-	l.proxy.LetGo()
-	return errors.Join(err, l.backend.close(ctx, release))
+	err = errors.Join(err, l.backend.close(ctx, release))
+	l.proxy.LetGo() // after the last that was handed back
+	return err
 }

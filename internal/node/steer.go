@@ -122,6 +122,7 @@ func (s *steerer) Destroy(local, remote netip.AddrPort) error {
 func (s *steerer) Forget(f stack.Flow) { s.stack.Ended(f) }
 
 // adopt begins the records of what the kernel has carried for an earlier process.
+// Its counts are those of before, so that nothing is counted twice. What was there before the capture keeps the path that it has.
 func (s *steerer) adopt(p *proxy.Proxy) (int, error) {
 	found, err := s.device.HandedBack()
 	if err != nil {
@@ -129,14 +130,17 @@ func (s *steerer) adopt(p *proxy.Proxy) (int, error) {
 	}
 	list := make([]proxy.CarriedFlow, 0, len(found))
 	for _, h := range found {
-		f := proxy.CarriedFlow{Flow: stack.Flow{Proto: stack.TCP, Src: h.Src, Dst: h.Dst}, Inbound: h.Inbound, Received: h.BytesAcked, Sent: h.BytesReceived}
+		f := proxy.CarriedFlow{Flow: stack.Flow{Proto: stack.TCP, Src: h.Src, Dst: h.Dst}, Inbound: h.Inbound, Received: withoutSYN(h.BytesAcked), Sent: h.BytesReceived}
 		if h.Inbound {
 			f.Received, f.Sent = h.BytesReceived, h.BytesAcked
 		}
 		list = append(list, f)
 	}
-	return p.Adopt(list), nil
+	return p.Adopt(list, s.device.Adopted()), nil
 }
+
+// withoutSYN are the acknowledged bytes of who opened a connection.
+func withoutSYN(acked uint64) uint64 { return acked - min(acked, 1) }
 
 // sockets are the pod's TCP sockets.
 func (s *steerer) sockets(f func(proxy.KernelSocket)) error {
@@ -145,8 +149,8 @@ func (s *steerer) sockets(f func(proxy.KernelSocket)) error {
 			return
 		}
 		f(proxy.KernelSocket{
-			Local: local, Remote: remote, Established: i.State != unix.BPF_TCP_SYN_SENT,
-			Received: i.BytesReceived, Sent: i.BytesAcked, // of which a FIN, and the SYN of who connected, are one
+			Local: local, Remote: remote, Established: i.State != unix.BPF_TCP_SYN_SENT && i.State != unix.BPF_TCP_SYN_RECV,
+			Received: i.BytesReceived, Sent: i.BytesAcked,
 		})
 	})
 }

@@ -64,6 +64,9 @@ func (d *defragmenter) add(k *packet, now int64) (whole []byte, why string) {
 			d.open = make(map[fragKey]*fragments)
 		}
 		d.open[key] = f
+		if len(d.order) > 2*len(d.open)+64 { // those that are done, behind one that is not
+			d.order = slices.DeleteFunc(d.order, func(f *fragments) bool { return f.done })
+		}
 		d.order = append(d.order, f)
 	}
 	at, same := slices.BinarySearchFunc(f.pieces, k.offset, func(p fragPiece, at int) int { return p.at - at })

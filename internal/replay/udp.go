@@ -111,13 +111,15 @@ const maxMessages = 64
 
 func (s *stream) add(data []byte, zeros int) {
 	s.buf = appendZeros(append(s.buf, data...), zeros)
-	for len(s.buf) >= 2 {
-		n := 2 + int(binary.BigEndian.Uint16(s.buf))
-		if len(s.buf) < n {
+	at := 0
+	defer func() { s.buf = s.buf[:copy(s.buf, s.buf[at:])] }()
+	for len(s.buf)-at >= 2 {
+		n := 2 + int(binary.BigEndian.Uint16(s.buf[at:]))
+		if len(s.buf)-at < n {
 			return
 		}
-		msg := slices.Clone(s.buf[2:n])
-		s.buf = s.buf[:copy(s.buf, s.buf[n:])]
+		msg := slices.Clone(s.buf[at+2 : at+n])
+		at += n
 		if s.waiter != nil && s.waiter.take(msg) {
 			continue
 		}

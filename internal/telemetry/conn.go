@@ -119,6 +119,15 @@ func (c *Conn) CarriedByKernel(yes bool) {
 	}
 }
 
+// Resume sets the counts of a connection that an earlier process has counted: what flows from now on is added to the metrics.
+func (c *Conn) Resume(received, sent uint64) {
+	c.rec.mu.Lock()
+	defer c.rec.mu.Unlock()
+	c.Received.Store(received)
+	c.Sent.Store(sent)
+	c.counted = [2]uint64{received, sent}
+}
+
 // Kernel reports whether the kernel moves the bytes.
 func (c *Conn) Kernel() bool { return c.kernel.Load() }
 

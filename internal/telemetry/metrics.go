@@ -201,9 +201,10 @@ func (l *labelSet) others() *labelSet {
 	return o
 }
 
-// count adds to the series what has flowed since the last time.
+// count adds to the series what has flowed since the last time. A counter never goes back, also if the kernel says less at the end of a
+// connection than before.
 func (c *Conn) count() {
-	received, sent := c.Received.Load(), c.Sent.Load()
+	received, sent := max(c.Received.Load(), c.counted[0]), max(c.Sent.Load(), c.counted[1])
 	c.series.received += received - c.counted[0]
 	c.series.sent += sent - c.counted[1]
 	c.counted = [2]uint64{received, sent}

@@ -169,7 +169,7 @@ func (r *Recorder) finish(c *Conn, err error) {
 	}
 	r.mu.Unlock()
 	r.closed.Add(1)
-	if c.Kernel() {
+	if c.kernel.Load() {
 		r.kernel.Add(-1)
 	}
 	level, name := slog.LevelInfo, "info"

@@ -46,6 +46,11 @@ volatile const __u32 own_mask = 0xfff;
 volatile const __u32 deliver_mark = 0x111;
 volatile const __u64 netns_cookie = 0; // of the netns of ztun_device and ztun_lookup
 
+// APPLICATION tells the sockets of applications that have one of ztun's marks from ztun's own. A socket keeps its mark when its program
+// dissolves the connection, connect(AF_UNSPEC), for which it needs no privilege: the next connection is none that was decided about. The bit is
+// outside of own_mask, so that no rule looks at it.
+#define APPLICATION 0x80000000
+
 // Ways, as in tun.Way.
 enum {
 	TO_NETWORK = 1,
@@ -239,7 +244,7 @@ int ztun_ingress(struct __sk_buff *skb)
 	sk = listener(skb, &f);
 	if (!sk)
 		return TC_ACT_UNSPEC;
-	if (sk->state == BPF_TCP_LISTEN && (sk->mark & own_mask) == own_mark)
+	if (sk->state == BPF_TCP_LISTEN && (sk->mark & (own_mask | APPLICATION)) == own_mark)
 		skb->mark = own_mark;
 	bpf_sk_release(sk);
 	return TC_ACT_UNSPEC;
@@ -499,7 +504,7 @@ static __always_inline void socket_flow(struct bpf_sock_ops *ctx, struct flow *f
 // mark changes the part of a socket's mark that is ztun's. Its cached route is dropped with that.
 static __always_inline void mark(struct bpf_sock_ops *ctx, struct bpf_sock *sk, __u32 to)
 {
-	__u32 m = (sk->mark & ~own_mask) | to;
+	__u32 m = (sk->mark & ~(own_mask | APPLICATION)) | to;
 
 	bpf_setsockopt(ctx, SOL_SOCKET, SO_MARK, &m, sizeof(m));
 }
@@ -523,7 +528,7 @@ static __always_inline void hand_back(struct bpf_sock_ops *ctx, struct bpf_sock 
 		h->way = way;
 		watch(ctx, true);
 	}
-	mark(ctx, sk, own_mark);
+	mark(ctx, sk, own_mark | APPLICATION);
 }
 
 static __always_inline __u64 without_fin(__u64 bytes, bool fin, __u64 syn)
@@ -607,6 +612,10 @@ static __always_inline int sockets(struct bpf_sock_ops *ctx, bool btf)
 		if (!bpf_map_lookup_elem(&captured, &cookie))
 			return 1;
 		m = sk->mark & own_mask;
+		if (sk->mark & APPLICATION) {
+			mark(ctx, sk, 0); // the kernel looks for the route after this
+			m = 0;
+		}
 		if (m != own_mark && m != deliver_mark)
 			watch(ctx, true);
 		return 1;
@@ -624,12 +633,15 @@ static __always_inline int sockets(struct bpf_sock_ops *ctx, bool btf)
 		watch(ctx, false);
 		// The listener's side forgets the decision: with SYN cookies it needs it for the ACK too.
 		if (d && d->way == TO_LISTENER)
-			mark(ctx, sk, deliver_mark);
+			mark(ctx, sk, deliver_mark | APPLICATION);
 		return 1;
 	case BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB:
 		cookie = bpf_get_netns_cookie(ctx);
 		if (!bpf_map_lookup_elem(&captured, &cookie))
 			return 1;
+		m = sk->mark & own_mask;
+		if (m == own_mark || m == deliver_mark) // of its SYN; ztun's own do not connect again
+			mark(ctx, sk, m | APPLICATION);
 		socket_flow(ctx, &f, false);
 		d = bpf_map_lookup_elem(&flows, &f);
 		if (!d)
@@ -710,7 +722,7 @@ int ztun_enrol(struct bpf_iter__tcp *ctx)
 	tp = bpf_skc_to_tcp_sock(sk);
 	if (!tp)
 		return 0;
-	m = (tp->inet_conn.icsk_inet.sk.sk_mark & ~own_mask) | own_mark;
+	m = (tp->inet_conn.icsk_inet.sk.sk_mark & ~own_mask) | own_mark | APPLICATION;
 	bpf_setsockopt(tp, SOL_SOCKET, SO_MARK, &m, sizeof(m));
 	return 0;
 }

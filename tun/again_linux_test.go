@@ -1,0 +1,126 @@
+package tun
+
+import (
+	"errors"
+	"net/netip"
+	"testing"
+	"unsafe"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
+)
+
+// dissolve ends the connection of a socket as any program may: what comes then is another one.
+func dissolve(t *testing.T, fd int) {
+	t.Helper()
+	var sa unix.RawSockaddr // AF_UNSPEC
+	if _, _, errno := unix.Syscall(unix.SYS_CONNECT, uintptr(fd), uintptr(unsafe.Pointer(&sa)), unsafe.Sizeof(sa)); errno != 0 {
+		t.Fatalf("connect to AF_UNSPEC: %v", errno)
+	}
+}
+
+// A socket that was handed back keeps its mark when its program dissolves the connection. The next one is decided about like any other, and
+// a listener that is made of it takes nothing past the device.
+func TestNetnsSteerSocketUsedAgain(t *testing.T) {
+	t.Parallel()
+	for _, family := range []struct {
+		name        string
+		pod, remote netip.Addr
+	}{{"IPv4", pod4, remote4}, {"IPv6", pod6, remote6}} {
+		t.Run(family.name, func(t *testing.T) {
+			l := newSteeredLab(t, SteerBySockops, func(_, dst netip.AddrPort) Way {
+				switch dst.Port() {
+				case 8080:
+					return ToNetwork
+				case 83:
+					return ToApplication
+				}
+				return refuse
+			})
+			allowed, refused := netip.AddrPortFrom(family.remote, 8080), netip.AddrPortFrom(family.remote, 9090)
+			server, other := listenerOf(t, l.remote, allowed, 0), listenerOf(t, l.remote, refused, 0)
+			again := func(what string, fd int) {
+				t.Helper()
+				before := l.agent.syns.Load()
+				dissolve(t, fd)
+				if err := unix.Connect(fd, sockaddrOf(refused)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
+					t.Fatalf("%s: connect: %v", what, err)
+				}
+				d := dial{fd, refused}
+				if err := d.wait(t, 2000); !errors.Is(err, unix.ECONNREFUSED) {
+					t.Errorf("%s: connect again: %v, want it refused", what, err)
+				}
+				if ready(other, unix.POLLIN, 100) {
+					t.Errorf("%s: the server outside has a connection that was refused", what)
+				}
+				if l.agent.syns.Load() == before {
+					t.Errorf("%s: nobody was asked", what)
+				}
+			}
+			out := startDial(t, l.pod, netip.AddrPort{}, allowed, nil)
+			must(t, out.wait(t, 3000))
+			accept(t, server)
+			again("handed back, outbound", out.fd)
+
+			at := netip.AddrPortFrom(family.pod, 83)
+			app := listenerOf(t, l.pod, at, 0)
+			in := startDial(t, l.remote, netip.AddrPort{}, at, nil)
+			must(t, in.wait(t, 3000))
+			fd, _ := accept(t, app)
+			again("handed back, inbound", fd)
+
+			listening := startDial(t, l.pod, netip.AddrPort{}, allowed, nil)
+			must(t, listening.wait(t, 3000))
+			accept(t, server)
+			dissolve(t, listening.fd)
+			must(t, unix.Listen(listening.fd, 1))
+			before := l.agent.syns.Load()
+			d := startDial(t, l.remote, netip.AddrPort{}, netip.AddrPortFrom(family.pod, localOf(t, listening.fd).Port()), nil)
+			if err := d.wait(t, 2000); !errors.Is(err, unix.ECONNREFUSED) || l.agent.syns.Load() == before {
+				t.Errorf("to a listener made of a socket that was handed back: %v with %d SYNs asked about, want it refused", err, l.agent.syns.Load()-before)
+			}
+		})
+	}
+}
+
+// Of the connections that are older than the capture those of the pod with itself are nobody's business, and who opened the others is told by
+// the SYN, whatever ports they have.
+func TestNetnsHandedBack(t *testing.T) {
+	t.Parallel()
+	l := &steeredLab{lab: newLab(t, true)}
+	own := netip.MustParseAddrPort("127.0.0.1:5432")
+	db := listenerOf(t, l.pod, own, 0)
+	d := startDial(t, l.pod, netip.AddrPort{}, own, nil)
+	must(t, d.wait(t, 3000))
+	accept(t, db)
+	outAt, low := netip.AddrPortFrom(remote4, 81), netip.AddrPortFrom(pod4, 20000)
+	server := listenerOf(t, l.remote, outAt, 0)
+	o := startDial(t, l.pod, low, outAt, nil)
+	must(t, o.wait(t, 3000))
+	accept(t, server)
+	inAt := netip.AddrPortFrom(pod4, 82)
+	app := listenerOf(t, l.pod, inAt, 0)
+	in := startDial(t, l.remote, netip.AddrPort{}, inAt, nil)
+	must(t, in.wait(t, 3000))
+	accept(t, app)
+	cfg := testConfig(l.pod)
+	cfg.Steering = newSteering(t, SteerBySockops, nil)
+	l.capture(t, cfg, always(refuse))
+	list, err := l.k.HandedBack()
+	must(t, err)
+	type found struct {
+		Src, Dst string
+		Inbound  bool
+	}
+	got := make(map[found]int)
+	for _, h := range list {
+		got[found{h.Src.String(), h.Dst.String(), h.Inbound}]++
+	}
+	want := map[found]int{
+		{low.String(), outAt.String(), false}:             1,
+		{localOf(t, in.fd).String(), inAt.String(), true}: 1,
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("connections mismatch (-want +got):\n%s", diff)
+	}
+}
