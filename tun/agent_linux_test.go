@@ -325,11 +325,15 @@ func send(t *testing.T, from, to int, what string) {
 	}
 }
 
+// applicationBit is APPLICATION of bpf/steer.c.
+const applicationBit = 1 << 31
+
+// markOf is the mark of a socket, without the bit that says that it is an application's.
 func markOf(t *testing.T, fd int) int {
 	t.Helper()
 	m, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK)
 	must(t, err)
-	return m
+	return int(uint32(m) &^ applicationBit)
 }
 
 // setRule adds a rule in front that does the same with all packets of this netns: only what comes is let in.
