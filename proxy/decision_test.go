@@ -298,6 +298,7 @@ func TestPreferencesByPlace(t *testing.T) {
 		{"DP-50 CP-72 nothing", workload.LBFailover, in("c", "net3", "x", "x"), "far full none region"},
 		{"DP-48 CP-73 strict, all", workload.LBStrict, in("c", "", "r", "z"), "full"},
 		{"DP-48 CP-73 strict, not the zone", workload.LBStrict, in("c", "", "r", "x"), ""},
+		{"DP-47 CP-73 strict, a source without a place, beside an endpoint without one", workload.LBStrict, in("c", "", "", ""), ""},
 		{"DP-47 CP-73 strict, a source without a place and none such endpoint", workload.LBStrict, in("c", "net3", "", ""), ""},
 		{"no mode: preferences do not count", workload.LBStandard, in("c", "", "r", "z"), "far full none region"},
 	}

@@ -233,6 +233,11 @@ func (m *model) score(lb *workload.LoadBalancer, w *workload.Workload) int {
 		workload.ScopeSubzone: s.Locality.Subzone == w.Locality.Subzone, workload.ScopeNode: s.Node == w.Node && s.ClusterID == w.ClusterID,
 		workload.ScopeCluster: s.ClusterID == w.ClusterID, workload.ScopeNetwork: s.Network == w.Network,
 	}
+	if lb.Mode == workload.LBStrict {
+		for scope, place := range map[workload.Scope]string{workload.ScopeRegion: w.Locality.Region, workload.ScopeZone: w.Locality.Zone, workload.ScopeSubzone: w.Locality.Subzone} {
+			same[scope] = same[scope] && place != ""
+		}
+	}
 	prefs, score, all := lb.Preferences, 0, true
 	if len(prefs) > 0 && prefs[0] == workload.ScopeNetwork {
 		if same[workload.ScopeNetwork] {

@@ -97,7 +97,7 @@ func rank(lb *workload.LoadBalancer, source, w *workload.Workload) (int, bool) {
 	}
 	n, bonus := 0, 0
 	for i, p := range lb.Preferences {
-		if matchesScope(p, source, w) {
+		if matchesScope(p, source, w) && (lb.Mode != workload.LBStrict || isPlaced(p, w)) {
 			n++
 			if i == 0 && p == workload.ScopeNetwork {
 				bonus = len(lb.Preferences) - 1
@@ -107,6 +107,19 @@ func rank(lb *workload.LoadBalancer, source, w *workload.Workload) (int, bool) {
 		}
 	}
 	return n + bonus, lb.Mode == workload.LBFailover || n == len(lb.Preferences)
+}
+
+// isPlaced reports whether it is known where a workload is. Strict preferences never match places that are not.
+func isPlaced(p workload.Scope, w *workload.Workload) bool {
+	switch p {
+	case workload.ScopeRegion:
+		return w.Locality.Region != ""
+	case workload.ScopeZone:
+		return w.Locality.Zone != ""
+	case workload.ScopeSubzone:
+		return w.Locality.Subzone != ""
+	}
+	return true
 }
 
 func matchesScope(p workload.Scope, a, b *workload.Workload) bool {
