@@ -85,6 +85,7 @@ type Flow struct {
 	waiters []func()
 	peer    *peer
 	early   []byte  // what the recorded peer sent before there was a peer
+	held    *int    // Player.held
 	stream  *stream // the recorded peer's answers to DNS questions; nil: of another flow
 }
 

@@ -13,9 +13,10 @@ import (
 )
 
 const (
-	echoBytes   = 256 << 10 // that an echo keeps before it stops reading
-	maxToSend   = 16 << 20  // that a recorded peer may be ahead of the application
-	unreadBytes = 64 << 10
+	echoBytes    = 256 << 10 // that an echo keeps before it stops reading
+	maxToSend    = 16 << 20  // that a recorded peer may be ahead of the application
+	maxToSendAll = 64 << 20  // that all of them may be together: a packet may say that it was longer than what is captured of it
+	unreadBytes  = 64 << 10
 )
 
 // A peer is the other end of a connection that the proxy has opened: a task that sends what it was given and reads what comes.
@@ -34,6 +35,13 @@ type peer struct {
 	finSent bool
 	eof     bool // the application has ended
 	gone    bool
+	held    int // of Player.held
+}
+
+// hold notes what the peer holds now. mu is held.
+func (e *peer) hold() {
+	e.p.held += cap(e.out) - e.held
+	e.held = cap(e.out)
 }
 
 // send gives the peer something to send. mu is held.
@@ -41,10 +49,11 @@ func (e *peer) send(data []byte, zeros int) {
 	if e.gone {
 		return
 	}
-	if len(e.out)-e.at > maxToSend {
+	if len(e.out)-e.at > maxToSend || e.p.held+len(data)+zeros > maxToSendAll {
 		e.f.Warn("the application takes nothing: the rest was left out")
 		return
 	}
+	defer e.hold()
 	if e.at > 0 {
 		e.out, e.at = append(e.out[:0], e.out[e.at:]...), 0
 	}
@@ -70,7 +79,9 @@ func (e *peer) start(r *loop.Ref) loop.Task {
 	e.f.peer = e
 	switch e.p.cfg.Peer {
 	case PeerRecorded:
-		e.out, e.f.early = append(e.out, e.f.early...), nil
+		e.out = append(e.out, e.f.early...)
+		e.f.dropEarly()
+		e.hold()
 		e.fin = e.f.down.ended()
 	case PeerEcho:
 		e.echo = true
@@ -118,6 +129,7 @@ func (e *peer) Turn(int) bool {
 func (e *peer) close(how func() error) {
 	_ = how() // the other end is the proxy's
 	e.gone, e.out, e.at = true, nil, 0
+	e.hold()
 	e.ref.Remove()
 }
 
@@ -157,7 +169,10 @@ func (e *peer) write() error {
 		}
 		e.at += n
 	}
-	e.out, e.at = e.out[:0], 0
+	if e.out, e.at = e.out[:0], 0; cap(e.out) > unreadBytes {
+		e.out = nil
+	}
+	e.hold()
 	if e.fin && !e.finSent {
 		e.finSent = true
 		return e.conn.CloseWrite()

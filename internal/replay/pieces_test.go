@@ -245,3 +245,26 @@ func FuzzAnonymize(f *testing.F) {
 		}
 	})
 }
+
+// A packet may say that it was longer than what was captured of it, and costs nothing: what is made up of all of them is bounded together.
+func TestWhatPeersHaveToSendIsBounded(t *testing.T) {
+	held := 0
+	var flows []*Flow
+	for range 200 {
+		f := &Flow{held: &held}
+		f.deliver([]byte("hello"), 16*maxEarly)
+		if len(f.early) > maxEarly {
+			t.Fatalf("one flow has %d bytes, want at most %d", len(f.early), maxEarly)
+		}
+		flows = append(flows, f)
+	}
+	if held != maxToSendAll {
+		t.Errorf("all have %d bytes, want %d", held, maxToSendAll)
+	}
+	for _, f := range flows {
+		f.dropEarly()
+	}
+	if held != 0 {
+		t.Errorf("at the end of all flows %d bytes are counted", held)
+	}
+}

@@ -97,6 +97,7 @@ type Player struct {
 	leftover []*Flow              // whose ports were used again
 	waiting  map[pair][]*exchange // DNS questions, by resolver and client
 	err      error                // of a writer
+	held     int                  // bytes that recorded peers have to send, or will have
 
 	counts Counts
 }
@@ -398,6 +399,9 @@ func (p *Player) expire() {
 // forget takes a flow out of the table. mu is held.
 func (p *Player) forget(f *Flow) {
 	f.list.remove(f)
+	if f.held != nil {
+		f.dropEarly()
+	}
 	if key := (pair{f.Src, f.Dst}); p.flows[key] == f {
 		delete(p.flows, key)
 	}

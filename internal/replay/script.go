@@ -248,7 +248,7 @@ func (p *Player) RunScript(s *Script, tell func(r *StepResult) error) (ok bool, 
 	p.mu.Lock()
 	p.lastID++
 	f := &Flow{
-		ID: p.lastID, Src: s.Src, Dst: s.Dst, Inbound: !p.cfg.Local(s.Src.Addr()), Start: p.now, End: p.now, script: true, isn: scriptISN,
+		ID: p.lastID, Src: s.Src, Dst: s.Dst, Inbound: !p.cfg.Local(s.Src.Addr()), Start: p.now, End: p.now, script: true, isn: scriptISN, held: &p.held,
 		up: assembler{discard: true, fin: noFIN}, down: assembler{fin: noFIN}, window: 65535, auto: true,
 	}
 	p.flows[pair{f.Src, f.Dst}] = f

@@ -102,7 +102,7 @@ func (p *Player) begin(k *packet, syn bool) *Flow {
 	}
 	p.lastID++
 	f := &Flow{
-		ID: p.lastID, Src: k.src, Dst: k.dst, Inbound: !local, Start: p.now, End: p.now, auto: p.cfg.Peer != PeerRecorded,
+		ID: p.lastID, Src: k.src, Dst: k.dst, Inbound: !local, Start: p.now, End: p.now, auto: p.cfg.Peer != PeerRecorded, held: &p.held,
 		up: assembler{discard: true, fin: noFIN}, down: assembler{fin: noFIN},
 	}
 	f.skipped = p.cfg.Only != nil && !p.cfg.Only(f)
@@ -496,9 +496,18 @@ func (f *Flow) deliver(data []byte, zeros int) {
 	case f.peer != nil:
 		f.peer.send(data, zeros)
 	default:
-		f.early = append(f.early, data[:min(len(data), maxEarly-len(f.early))]...)
-		f.early = appendZeros(f.early, min(zeros, maxEarly-len(f.early)))
+		before := len(f.early)
+		room := max(0, min(maxEarly-before, maxToSendAll-*f.held))
+		f.early = append(f.early, data[:min(len(data), room)]...)
+		f.early = appendZeros(f.early, min(zeros, room-(len(f.early)-before)))
+		*f.held += len(f.early) - before
 	}
+}
+
+// dropEarly lets go of what the recorded peer sent before there was a peer.
+func (f *Flow) dropEarly() {
+	*f.held -= len(f.early)
+	f.early = nil
 }
 
 // maxEarly is what a peer may send before the proxy has connected to it, in bytes.
