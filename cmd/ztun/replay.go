@@ -76,6 +76,9 @@ Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could n
 }
 
 func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err error) {
+	if err := f.overwrites(args); err != nil {
+		return err
+	}
 	cfg, err := f.config(cmd.InOrStdin(), args)
 	if err != nil {
 		return usageError{fmt.Errorf("ztun replay: %w", err)}
@@ -224,6 +227,23 @@ func (f *replayFlags) writeAnonymized(cfg *node.ReplayConfig, stderr io.Writer) 
 }
 
 // config reads what the flags name.
+// overwrites refuses outputs that are inputs.
+func (f *replayFlags) overwrites(args []string) error {
+	inputs := slices.Concat(args, []string{f.state, f.compare, f.expect, f.script})
+	for _, out := range []struct{ flag, name string }{{"write-pcap", f.write}, {"anonymize", f.anonymize}, {"report", f.report}} {
+		to, err := os.Stat(out.name)
+		if err != nil {
+			continue // it is not there
+		}
+		for _, name := range inputs {
+			if from, err := os.Stat(name); err == nil && os.SameFile(from, to) {
+				return usagef("ztun replay: --%s %s: that is also an input, %s: name another file", out.flag, out.name, name)
+			}
+		}
+	}
+	return nil
+}
+
 func (f *replayFlags) config(stdin io.Reader, args []string) (*node.ReplayConfig, error) {
 	switch {
 	case f.state == "":

@@ -367,3 +367,23 @@ func TestReplayWritesReportsAndPackets(t *testing.T) {
 		}
 	})
 }
+
+func TestReplayKeepsItsInputs(t *testing.T) {
+	sample, err := os.ReadFile(filepath.Join(replaySamples, "mesh-http.pcap"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	name := filepath.Join(t.TempDir(), "in.pcap")
+	for _, flag := range []string{"--write-pcap", "--anonymize", "--report"} {
+		if err := os.WriteFile(name, sample, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		_, stderr, code := replayed(t, flag, name, name)
+		if code != exitUsage || !strings.Contains(stderr, "that is also an input") {
+			t.Errorf("%s: exit code %d, stderr %q, want a refusal", flag, code, stderr)
+		}
+		if now, err := os.ReadFile(name); err != nil || !bytes.Equal(now, sample) {
+			t.Errorf("%s: the capture has changed: %d bytes, %v", flag, len(now), err)
+		}
+	}
+}
