@@ -567,3 +567,26 @@ type fakeUDP struct {
 func (u *fakeUDP) Flow() stack.Flow     { return u.flow }
 func (u *fakeUDP) Payload() []byte      { return u.payload }
 func (u *fakeUDP) Reply(p []byte) error { u.replies = append(u.replies, string(p)); return nil }
+
+// The labels of an inbound connection name the service as its state does, whatever its hostname looks like.
+func TestServiceOfAnInboundConnection(t *testing.T) {
+	t.Run("FP-133", func(t *testing.T) {
+		m := newMesh()
+		db := &workload.Service{Name: "db-entry", Namespace: "default", Hostname: "db.example.com", Ports: workload.PortMap{80: 8080}}
+		m.client.Services[db.Key()] = nil
+		m.more.Services = append(m.more.Services, db)
+		b := newBench(t, m)
+		b.ServeTCP(t.Context(), inboundRequest("10.244.9.9:1234", "10.244.0.5:8080"))
+		b.Settle()
+		list := openConns(b)
+		if len(list) != 1 {
+			t.Fatalf("%d connections are open, want 1", len(list))
+		}
+		got := []string{list[0].Service, list[0].ServiceName, list[0].ServiceNamespace}
+		if diff := cmp.Diff([]string{"db.example.com", "db-entry", "default"}, got); diff != "" {
+			t.Errorf("service mismatch (-want +got):\n%s", diff)
+		}
+		list[0].Close(errDrained)
+		b.Settle()
+	})
+}

@@ -154,7 +154,7 @@ func inboundFlow(f stack.Flow) telemetry.Facts {
 func (p *Proxy) inboundFacts(state *workload.Snapshot, self *workload.Workload, f stack.Flow) telemetry.Facts {
 	facts := inboundFlow(f)
 	facts.Source, facts.Destination = state.WorkloadAt(p.cfg.Network, f.Src.Addr()), self
-	facts.Service = servedBy(state, self, f.Dst.Port(), "")
+	setService(&facts, state, self, servedBy(state, self, f.Dst.Port(), ""))
 	return facts
 }
 
@@ -287,9 +287,11 @@ func (p *Proxy) ServeConnect(ctx context.Context, r *hbone.Request) {
 	if !p.cfg.NoBaggage {
 		facts.Claimed = claimed(r.Headers.Baggage)
 	}
-	facts.AppDst, facts.Service = t.app, t.service
-	if t.service == "" {
-		facts.Service = servedBy(state, self, t.app.Port(), facts.ForwardedHost)
+	facts.AppDst = t.app
+	if t.service != nil {
+		facts.Service, facts.ServiceName, facts.ServiceNamespace = t.service.Hostname, t.service.Name, t.service.Namespace
+	} else {
+		setService(&facts, state, self, servedBy(state, self, t.app.Port(), facts.ForwardedHost))
 	}
 	conn := p.conns.open(p.cfg.Records, facts, end)
 	app, err := p.admit(ctx, conn, func(ctx context.Context) (loop.Conn, error) {

@@ -8,15 +8,16 @@ import (
 	"strings"
 
 	"ztun.dev/ztun/internal/hbone"
+	"ztun.dev/ztun/internal/telemetry"
 	"ztun.dev/ztun/internal/workload"
 )
 
 // A target is what a CONNECT to the pod leads to.
 type target struct {
-	app      netip.AddrPort // the pod's address and the port, after every translation: what policy sees
-	loopback netip.AddrPort // valid: where the application listens instead
-	service  string         // hostname of the service that the authority names
-	header   []byte         // that the connection to the application begins with
+	app      netip.AddrPort    // the pod's address and the port, after every translation: what policy sees
+	loopback netip.AddrPort    // valid: where the application listens instead
+	service  *workload.Service // that the authority names; nil: none
+	header   []byte            // that the connection to the application begins with
 }
 
 // target turns the authority of a CONNECT into the address of the application: the pod's own address, and the port that the
@@ -41,7 +42,7 @@ func (p *Proxy) target(state *workload.Snapshot, self *workload.Workload, r *hbo
 		if to = portOf(self, named, port); to == 0 {
 			return nil, reject(http.StatusServiceUnavailable, "requested service %s:%d found, but cannot resolve port", host, port)
 		}
-		t.service = named.Hostname
+		t.service = named
 	}
 	asked := to
 	if self.AppTunnel != nil && self.AppTunnel.Port != 0 {
@@ -57,8 +58,9 @@ func (p *Proxy) target(state *workload.Snapshot, self *workload.Workload, r *hbo
 	if !p.cfg.AppTunnelOnPodAddress {
 		t.loopback = netip.AddrPortFrom(loopbackOf(own), to)
 	}
-	service := t.service
+	service := ""
 	if named != nil {
+		service = named.Hostname
 		if ip = p.vip(named); !ip.IsValid() {
 			return nil, reject(http.StatusServiceUnavailable, "requested service %s found, but has no IP addresses", host)
 		}
@@ -186,4 +188,17 @@ func servedBy(state *workload.Snapshot, self *workload.Workload, port uint16, na
 		}
 	}
 	return best
+}
+
+// setService names the service of an inbound connection, which is one of the workload's.
+func setService(f *telemetry.Facts, state *workload.Snapshot, self *workload.Workload, hostname string) {
+	f.Service = hostname
+	for key := range self.Services {
+		if key.Hostname != hostname || f.ServiceNamespace != "" && key.Namespace >= f.ServiceNamespace {
+			continue
+		}
+		if v := state.Service(key); v != nil {
+			f.ServiceName, f.ServiceNamespace = v.Name, v.Namespace
+		}
+	}
 }

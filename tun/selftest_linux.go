@@ -164,7 +164,7 @@ func (t *selfTest) toListener() (err error) {
 	return t.onlySYNs()
 }
 
-// toNetwork shakes hands with a server outside.
+// toNetwork shakes hands with a server outside, and ends the connection.
 func (t *selfTest) toNetwork() (err error) {
 	defer wrap(&err, "connection to the network")
 	app, err := t.steer(ToNetwork)
@@ -182,7 +182,14 @@ func (t *selfTest) toNetwork() (err error) {
 	if _, err := t.sent(0x10); err != nil {
 		return err
 	}
-	return t.onlySYNs()
+	if err := t.onlySYNs(); err != nil {
+		return err
+	}
+	src, dst, _, _ := tcpHeader(syn)
+	if err := t.k.DestroySocket(src, dst); err != nil { // so a change of policy reaches what was handed back
+		return fmt.Errorf("end it: %w; the kernel needs CONFIG_INET_DIAG_DESTROY", err)
+	}
+	return nil
 }
 
 func wrap(err *error, what string) {
