@@ -112,7 +112,11 @@ func TestNetnsSteerEndsOfWhatNeverCameToBe(t *testing.T) {
 		listenerOf(t, l.remote, out, 0)
 		d := startDial(t, l.pod, netip.AddrPort{}, out, nil)
 		src := localOf(t, d.fd)
-		waitFor(t, "the SYN", func() bool { return l.agent.syns.Load() == 1 })
+		decided := keyOf(l.k.Cookie(), src, out)
+		waitFor(t, "the decision", func() bool {
+			var d flowDecision
+			return l.steering.backend.(*sockops).maps.Flows.Lookup(&decided, &d) == nil
+		})
 		closeNow(t, d.fd)
 		l.wantEnded(t, EndedFlow{Netns: l.k.Cookie(), Src: src, Dst: out})
 
