@@ -57,31 +57,38 @@ func (h *handedBack) add(f stack.Flow, c *connection) *carried {
 	return k
 }
 
-// remove takes k out; false if it was not there. last: the flow has no other.
-func (h *handedBack) remove(f stack.Flow, k *carried) (removed, last bool) {
+// remove takes k out; false if it was not there.
+func (h *handedBack) remove(f stack.Flow, k *carried) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	first := h.flows[f]
-	if first == k && k != nil {
-		if h.flows[f] = k.next; k.next == nil {
+	var before *carried
+	for x := h.flows[f]; x != nil; before, x = x, x.next {
+		switch {
+		case x != k:
+			continue
+		case before != nil:
+			before.next = k.next
+		case k.next != nil:
+			h.flows[f] = k.next
+		default:
 			delete(h.flows, f)
 		}
-		return true, k.next == nil
+		return true
 	}
-	for ; first != nil; first = first.next {
-		if first.next == k {
-			first.next = k.next
-			return true, false
-		}
-	}
-	return false, false
+	return false
 }
 
-// first is the oldest of a flow, or nil.
-func (h *handedBack) first(f stack.Flow) *carried {
+// take takes the oldest of a flow out; nil: there is none. last: the flow has no other.
+func (h *handedBack) take(f stack.Flow) (k *carried, last bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return h.flows[f]
+	if k = h.flows[f]; k == nil {
+		return nil, false
+	}
+	if h.flows[f] = k.next; k.next == nil {
+		delete(h.flows, f)
+	}
+	return k, k.next == nil
 }
 
 func (h *handedBack) has(f stack.Flow, k *carried) bool {
@@ -98,9 +105,7 @@ func (h *handedBack) has(f stack.Flow, k *carried) bool {
 // handBack has the kernel carry a connection from its SYN on. One that it cannot carry gets no answer: its next SYN is another attempt.
 func (p *Proxy) handBack(req stack.TCPRequest, c *connection) {
 	f := req.Flow()
-	k := p.handed.add(f, c)
-	c.CarriedByKernel(true)
-	c.SetCloser(func(cause error) { p.cut(f, k, cause, firstCut) })
+	k := p.carry(f, c)
 	err := c.Cause() // of who has closed it meanwhile
 	if err == nil {
 		err = req.HandBack()
@@ -111,6 +116,14 @@ func (p *Proxy) handBack(req stack.TCPRequest, c *connection) {
 		c.Finish(err)
 		req.Drop()
 	}
+}
+
+// carry notes that the kernel carries a connection from now on, and how that is ended.
+func (p *Proxy) carry(f stack.Flow, c *connection) *carried {
+	k := p.handed.add(f, c)
+	c.CarriedByKernel(true)
+	c.SetCloser(func(cause error) { p.cut(f, k, cause, firstCut) })
+	return k
 }
 
 // A CarriedFlow is a connection that the kernel carries already.
@@ -136,11 +149,9 @@ func (p *Proxy) Adopt(list []CarriedFlow, decide bool) int {
 			facts.Dst, facts.Source, facts.Destination = x.Flow.Dst, self, state.WorkloadAt(p.cfg.Network, x.Flow.Dst.Addr())
 		}
 		c := p.conns.open(p.cfg.Records, facts, nil)
-		k := p.handed.add(x.Flow, c)
-		c.CarriedByKernel(true)
 		c.Resume(x.Received, x.Sent)
 		c.Established(p.cfg.Group.Now())
-		c.SetCloser(func(cause error) { p.cut(x.Flow, k, cause, firstCut) })
+		p.carry(x.Flow, c)
 		if !x.Inbound || !decide {
 			continue
 		}
@@ -177,7 +188,7 @@ func (p *Proxy) cut(f stack.Flow, k *carried, cause error, again time.Duration) 
 	}
 	err := p.cfg.Kernel.Destroy(local, remote)
 	finish := func() {
-		if removed, _ := p.handed.remove(f, k); removed {
+		if p.handed.remove(f, k) {
 			k.Finish(cause)
 		}
 	}
@@ -204,13 +215,9 @@ type KernelEnd struct {
 
 // Ended takes the end of the oldest connection of a flow that the kernel has carried. It may be called from any goroutine.
 func (p *Proxy) Ended(f stack.Flow, e KernelEnd) {
-	k := p.handed.first(f)
+	k, last := p.handed.take(f)
 	if k == nil {
 		return // of an earlier process
-	}
-	removed, last := p.handed.remove(f, k)
-	if !removed {
-		return
 	}
 	if last {
 		p.cfg.Kernel.Forget(f)
@@ -270,21 +277,19 @@ func (p *Proxy) Look(list func(f func(KernelSocket)) error) error {
 	if err != nil {
 		return err
 	}
-	var gone []stack.Flow
+	gone := make(map[stack.Flow]KernelEnd)
 	h.mu.Lock()
 	for f, k := range h.flows {
 		if k.seen == look {
 			continue
 		}
 		if k.missed++; k.missed >= goneAfter {
-			gone = append(gone, f)
+			gone[f] = KernelEnd{Established: true, Received: k.Received.Load(), Sent: k.Sent.Load()}
 		}
 	}
 	h.mu.Unlock()
-	for _, f := range gone {
-		if k := p.handed.first(f); k != nil {
-			p.Ended(f, KernelEnd{Established: true, Received: k.Received.Load(), Sent: k.Sent.Load()})
-		}
+	for f, end := range gone {
+		p.Ended(f, end)
 	}
 	return nil
 }

@@ -110,12 +110,17 @@ func (c *Conn) SetCloser(f func(cause error)) {
 
 // CarriedByKernel says whether the kernel moves the bytes of the connection; whoever learns of them then sets the counts.
 func (c *Conn) CarriedByKernel(yes bool) {
-	switch {
-	case c.kernel.Swap(yes) == yes:
-	case yes:
-		c.rec.kernel.Add(1)
-	default:
-		c.rec.kernel.Add(-1)
+	r := c.rec
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	was := c.kernel.Swap(yes)
+	if _, open := r.open[c]; !open || was == yes {
+		return
+	}
+	if yes {
+		r.kernel++
+	} else {
+		r.kernel--
 	}
 }
 

@@ -50,10 +50,10 @@ type Recorder struct {
 
 	mu      sync.Mutex // guards below
 	open    map[*Conn]struct{}
+	kernel  int // of open: those that the kernel carries
 	metrics *metrics
 
 	opened, failed, closed atomic.Uint64
-	kernel                 atomic.Int64 // open ones that the kernel carries
 }
 
 // NewRecorder returns a Recorder. Its Run writes the access log.
@@ -159,6 +159,9 @@ func (r *Recorder) finish(c *Conn, err error) {
 	now := r.cfg.Now()
 	r.mu.Lock()
 	delete(r.open, c)
+	if c.Kernel() {
+		r.kernel--
+	}
 	c.count()
 	c.series.closed[c.flag]++
 	if c.series.open--; c.series.open == 0 {
@@ -169,9 +172,6 @@ func (r *Recorder) finish(c *Conn, err error) {
 	}
 	r.mu.Unlock()
 	r.closed.Add(1)
-	if c.kernel.Load() {
-		r.kernel.Add(-1)
-	}
 	level, name := slog.LevelInfo, "info"
 	if err != nil {
 		level, name = slog.LevelError, "error"
@@ -209,7 +209,7 @@ type Stats struct {
 // Stats counts.
 func (r *Recorder) Stats() Stats {
 	r.mu.Lock()
-	open := len(r.open)
+	open, kernel := len(r.open), r.kernel
 	r.mu.Unlock()
-	return Stats{Opened: r.opened.Load(), Closed: r.closed.Load(), Failed: r.failed.Load(), Open: open, Kernel: int(r.kernel.Load()), LinesDropped: r.log.dropped.Load() + r.log.droppedImportant.Load()}
+	return Stats{Opened: r.opened.Load(), Closed: r.closed.Load(), Failed: r.failed.Load(), Open: open, Kernel: kernel, LinesDropped: r.log.dropped.Load() + r.log.droppedImportant.Load()}
 }
