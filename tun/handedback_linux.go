@@ -30,7 +30,7 @@ func (k *Kernel) HandedBack() (list []HandedBack, err error) {
 			if d.remote.Addr().IsLoopback() || d.remote.Addr() == d.local.Addr() {
 				return // the pod's with itself
 			}
-			// Nothing says who opened a connection. The SYN of who did counts as an acknowledged byte. Else the port that the pod listens on
+			// Nothing says who opened a connection. The SYN of who did counts as an acknowledged byte, until its FIN may count as one, too. Else the port that the pod listens on
 			// was connected to, and so was one that the kernel does not choose, should its listener be gone: it is the direction that
 			// policy has a say in.
 			port := d.local.Port()
@@ -38,7 +38,8 @@ func (k *Kernel) HandedBack() (list []HandedBack, err error) {
 			if d.info.Mark&m.OwnMask != m.Own || d.info.State == unix.BPF_TCP_TIME_WAIT || inbound && mark&m.OwnMask == m.Own {
 				return // that listener is ztun's own
 			}
-			inbound = d.info.BytesAcked <= d.sent && (inbound || port < first || port > last)
+			opened := (d.info.State == unix.BPF_TCP_ESTABLISHED || d.info.State == unix.BPF_TCP_CLOSE_WAIT) && d.info.BytesAcked > d.sent
+			inbound = !opened && (inbound || port < first || port > last)
 			h := HandedBack{Src: d.local, Dst: d.remote, SocketInfo: d.info}
 			if inbound {
 				h.Src, h.Dst, h.Inbound = d.remote, d.local, true

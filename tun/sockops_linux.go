@@ -320,11 +320,7 @@ func (n *sockopsNetns) listeners(v4, v6 int) error {
 
 func (n *sockopsNetns) steer(src, dst netip.AddrPort, w Way, out int) error {
 	key := keyOf(n.cookie, src, dst)
-	var now unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
-		return err
-	}
-	return n.b.maps.Flows.Put(&key, &flowDecision{Way: uint32(w), Interface: uint32(out), At: uint64(now.Nano())})
+	return n.b.maps.Flows.Put(&key, &flowDecision{Way: uint32(w), Interface: uint32(out), At: uint64(monotonic())})
 }
 
 func (n *sockopsNetns) unsteer(src, dst netip.AddrPort) {
@@ -449,16 +445,13 @@ func (b *sockops) notify() { _, _ = unix.Write(b.wake, []byte{1, 0, 0, 0, 0, 0, 
 
 // sweep forgets decisions that nobody has come for.
 func (b *sockops) sweep(ended func(EndedFlow)) error {
-	var now unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
-		return err
-	}
+	now := monotonic()
 	var key flowKey
 	var d flowDecision
 	var old []flowKey
 	all := b.maps.Flows.Iterate()
 	for all.Next(&key, &d) {
-		if int64(d.At)+halfOpenFor.Nanoseconds() < now.Nano() {
+		if time.Duration(d.At)+halfOpenFor < now {
 			old = append(old, key)
 		}
 	}
