@@ -137,9 +137,6 @@ func checkManyFlowsAreHandedBack(t *testing.T, b *bed) {
 		workers = 16
 		ports   = 20 // so that no port of the client is needed twice in a second
 	)
-	if testing.Short() {
-		t.Skip("20 s")
-	}
 	for i := range ports {
 		b.serve(b.pods[plainB], 9000+i, func(c net.Conn) { io.Copy(io.Discard, c) })
 	}
