@@ -146,8 +146,8 @@ func pingpongMeasurement(conns int) measurement {
 }
 
 // mostFailed is how many connections there are at least for each that may fail: where the SYN, the ACK and the data of a connection are
-// processed on different cores, Linux 6.18 resets one in 20,000 to 80,000, of which the lookup falls between the removal of the request and
-// the insertion of the socket (seen in packet captures).
+// processed on different cores, Linux 6.18 resets one in 20,000 to 90,000, of which the lookup falls between the removal of the request and
+// the insertion of the socket (a guess from a packet capture).
 const mostFailed = 10_000
 
 func connectMeasurement(workers int) measurement {
