@@ -53,13 +53,7 @@ func greBytes(b []byte) (n int, ether bool) {
 			n += 4
 		}
 	}
-	switch binary.BigEndian.Uint16(b[2:]) {
-	case etherIPv4, etherIPv6:
-		return n, false
-	case etherBridge:
-		return n, true
-	}
-	return 0, false
+	return typed(binary.BigEndian.Uint16(b[2:]), n)
 }
 
 func vxlanBytes(b []byte) (n int, ether bool) {
@@ -74,7 +68,12 @@ func geneveBytes(b []byte) (n int, ether bool) {
 		return 0, false
 	}
 	n = 8 + int(b[0]&0x3f)*4
-	switch binary.BigEndian.Uint16(b[2:]) {
+	return typed(binary.BigEndian.Uint16(b[2:]), n)
+}
+
+// typed is what a header of n bytes that names a protocol says of the packet behind it; 0 bytes: it is neither of IP nor of Ethernet.
+func typed(protocol uint16, n int) (_ int, ether bool) {
+	switch protocol {
 	case etherIPv4, etherIPv6:
 		return n, false
 	case etherBridge:
