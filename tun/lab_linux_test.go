@@ -122,10 +122,16 @@ func needPrivilege(t testing.TB) {
 			return
 		}
 	}
+	cannotRun(t, "needs root and /dev/net/tun")
+}
+
+// cannotRun skips a test for what this machine does not have, unless ZTUN_REQUIRE_NETNS says that none is left out.
+func cannotRun(t testing.TB, why string) {
+	t.Helper()
 	if os.Getenv("ZTUN_REQUIRE_NETNS") == "1" {
-		t.Fatal("needs root and /dev/net/tun")
+		t.Fatal(why)
 	}
-	t.Skip("needs root and /dev/net/tun")
+	t.Skip(why + "; ZTUN_REQUIRE_NETNS=1 makes this an error")
 }
 
 // newNetns makes a namespace. The thread that made it ends with the goroutine, which stays locked to it.

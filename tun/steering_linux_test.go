@@ -109,7 +109,7 @@ func TestNetnsSteerWithAllThatTheKernelHas(t *testing.T) {
 	t.Parallel()
 	needPrivilege(t)
 	if _, err := os.Stat("/sys/kernel/btf/vmlinux"); err != nil {
-		t.Skip("this kernel has no BTF")
+		cannotRun(t, "needs a kernel with BTF")
 	}
 	var log bytes.Buffer
 	s, err := NewSteering(SteeringConfig{Mode: SteerBySockops, Marks: testConfig(nil).Marks, Log: slog.New(slog.NewTextHandler(&log, nil))})

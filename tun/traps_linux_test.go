@@ -283,7 +283,7 @@ func TestNetnsSteerBurst(t *testing.T) {
 	must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
 	if limit.Cur < 2*burst+500 {
 		if limit.Max < 2*burst+500 {
-			t.Skipf("needs %d descriptors, %d are allowed", 2*burst+500, limit.Max)
+			cannotRun(t, fmt.Sprintf("needs %d descriptors, %d are allowed", 2*burst+500, limit.Max))
 		}
 		old := limit
 		limit.Cur = limit.Max
