@@ -171,6 +171,9 @@ func (p *Proxy) carries(d *Decision, f stack.Flow) bool {
 	return p.cfg.Kernel != nil && d.Route == Passthrough && d.NextHop == f.Dst
 }
 
+// carriesInbound reports whether the kernel may carry plaintext to the pod.
+func (p *Proxy) carriesInbound() bool { return p.cfg.Kernel != nil && !p.cfg.OwnSource }
+
 // A connection whose socket is not there yet when it is to be cut is looked for again, until it must be: the SYN was handed back
 // moments ago. The end of one that was cut is told at once, but of one of an earlier process nobody tells.
 const (

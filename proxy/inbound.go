@@ -129,7 +129,7 @@ func (p *Proxy) inboundAtOnce(ctx context.Context, req stack.TCPRequest) bool {
 	state := p.cfg.Store.Snapshot()
 	self := state.Local(p.cfg.Client)
 	f := req.Flow()
-	if self == nil || p.cfg.OwnSource || illegalPort(f.Dst.Port()) {
+	if self == nil || !p.carriesInbound() || illegalPort(f.Dst.Port()) {
 		return false
 	}
 	conn := p.conns.open(p.cfg.Records, p.inboundFacts(state, self, f), nil)
@@ -184,7 +184,7 @@ func (p *Proxy) admitPlaintext(ctx context.Context, req stack.TCPRequest, conn *
 	conn.SetCloser(end)
 	f := req.Flow()
 	err := p.authorize(ctx, conn)
-	if err == nil && p.cfg.Kernel != nil && !p.cfg.OwnSource {
+	if err == nil && p.carriesInbound() {
 		p.handBack(req, conn)
 		return
 	}

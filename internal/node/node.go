@@ -423,7 +423,7 @@ func (n *Node) awaitIdle(d time.Duration) (open int) {
 	const step = 10 * time.Millisecond
 	for {
 		st := n.records.Stats()
-		if open = st.Open - st.Kernel; open <= 0 || d <= 0 {
+		if open = st.Open - st.Kernel; open == 0 || d <= 0 {
 			return open
 		}
 		time.Sleep(step)
