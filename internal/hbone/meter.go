@@ -1,6 +1,10 @@
 package hbone
 
-import "time"
+import (
+	"time"
+
+	"ztun.dev/ztun/internal/loop"
+)
 
 // A tunnel is bulk from when it moved more than bulkBytes within bulkTime until it moves less than calmBytes in calmTime. Its
 // connection window counts as used up after stallTime: a window that is merely full is credited within a round trip.
@@ -33,6 +37,9 @@ func (t *tunnel) measure(n int) {
 			m.since, m.moved = now, n
 		case m.moved > bulkBytes:
 			m.bulk, m.moved = true, 0
+			if b, ok := t.link.conn.(loop.Backlogged); ok {
+				b.BoundBacklog()
+			}
 			t.ref.After(calmTime, t.remeasure)
 		}
 	}

@@ -73,6 +73,12 @@ type Checked interface {
 	Check() error // nil, or the error that TryRead returns in the end
 }
 
+// Backlogged is implemented by Conns whose transport holds what it has received until it is read, and grows the room for it with the
+// rate. Where many share the connection that is a queue in front of all of them: BoundBacklog bounds it for a near peer.
+type Backlogged interface {
+	BoundBacklog()
+}
+
 // Fed is implemented by Conns whose bytes come from a task: what moves them on is best beside it (Ref.Beside).
 type Fed interface {
 	Feeder() *Ref // nil: none

@@ -137,6 +137,41 @@ func TestBusyChildrenGetOnBesideWokenOnes(t *testing.T) {
 	root.Post(root.Remove)
 }
 
+// One that was quiet does not stand behind those that move much and are woken for the room that there is for them.
+func TestQuietChildrenGoBeforeHungryOnes(t *testing.T) {
+	m := newManual(t)
+	var log []string
+	var bulk []*Ref
+	var quiet *Ref
+	root := m.Group().Add(func(r *Ref) Task {
+		for i := range 3 {
+			bulk = append(bulk, r.Child(func(c *Ref) Task {
+				return turnFunc(func(budget int) bool {
+					log = append(log, fmt.Sprint("bulk", i))
+					c.Moved(budget)
+					return false // its peer's window
+				})
+			}))
+		}
+		quiet = r.Child(func(*Ref) Task { return &stepTask{name: "quiet", log: &log} })
+		return turnFunc(r.RunChildren)
+	})
+	m.Settle()
+	log = nil
+	root.Post(func() {
+		for _, b := range bulk {
+			b.WakeLocal()
+		}
+		quiet.WakeLocal()
+	})
+	m.Settle()
+	want := []string{"quiet", "bulk0", "bulk1", "bulk2"}
+	if diff := cmp.Diff(want, log); diff != "" {
+		t.Errorf("order of turns (-want +got):\n%s", diff)
+	}
+	root.Post(root.Remove)
+}
+
 type turnFunc func(int) bool
 
 func (f turnFunc) Turn(budget int) bool { return f(budget) }

@@ -18,6 +18,7 @@ type Ref struct {
 	in         *queue
 	prev, next *Ref
 	removed    bool // written under loop.mu as well
+	hungry     bool // a child whose last turn moved much
 	watches    map[int]*watch
 	timers     map[*Timer]struct{}
 	children   map[*Ref]struct{}
@@ -88,7 +89,8 @@ func (r *Ref) WakeLocal() {
 }
 
 // enqueue puts a woken task where its turn comes from: a child behind its siblings, and its ancestors behind theirs. A
-// task that waits for a turn already, as a busy one does, keeps its place.
+// task that waits for a turn already, as a busy one does, keeps its place. A hungry child goes behind those that are busy: all that
+// move much are woken whenever there is room again, and one that was quiet would stand behind eight of them.
 func (r *Ref) enqueue() {
 	if r.place.moving || r.task == nil {
 		return // everybody is woken at the end of a move, and a first turn is due by itself
@@ -98,7 +100,11 @@ func (r *Ref) enqueue() {
 			r.home().woken.push(r)
 			return
 		}
-		r.parent.woken.push(r)
+		if r.hungry {
+			r.parent.busy.push(r)
+		} else {
+			r.parent.woken.push(r)
+		}
 		r.parent.wakePending.Store(true)
 	}
 }
@@ -178,6 +184,9 @@ func (r *Ref) Child(start func(r *Ref) Task) *Ref {
 	return c
 }
 
+// hungryTurn is what a child's turn moves, in bytes, from which on it counts as hungry until its next one.
+const hungryTurn = 16 << 10
+
 // childTurn is what a child's turn counts at least, in bytes: it is not free if it moves nothing.
 const childTurn = 4 << 10
 
@@ -201,7 +210,10 @@ func (r *Ref) RunChildren(budget int) (more bool) {
 
 func (r *Ref) turnChild(c *Ref, share int) {
 	c.wakePending.Store(false)
-	if c.task.Turn(share) && !c.removed && c.in == nil {
+	before := r.place.moved
+	more := c.task.Turn(share)
+	c.hungry = r.place.moved-before >= hungryTurn
+	if more && !c.removed && c.in == nil {
 		r.busy.push(c)
 	}
 }

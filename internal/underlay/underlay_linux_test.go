@@ -473,6 +473,24 @@ func TestNetnsTimersFollowTheConfiguration(t *testing.T) {
 	}
 }
 
+// What the kernel holds of a near peer's bytes is bounded, on both ends and also when nothing was received yet.
+func TestNetnsBacklogOfANearPeerIsBounded(t *testing.T) {
+	u := newUnderlay(t)
+	addr, conns := listen(t, u, "127.0.0.1")
+	c, err := u.DialPeer(t.Context(), addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := <-conns
+	for end, conn := range map[string]loop.Conn{"dialled": c, "accepted": s} {
+		conn.(loop.Backlogged).BoundBacklog()
+		if got, err := unix.GetsockoptInt(conn.(*Conn).fd, unix.SOL_SOCKET, unix.SO_RCVBUF); err != nil || got != 2*nearBacklog {
+			t.Errorf("%s: the receive buffer is %d (%v), want %d", end, got, err, 2*nearBacklog)
+		}
+		conn.Close()
+	}
+}
+
 func TestNetnsDeliverIsFromTheClientsAddress(t *testing.T) {
 	u := newUnderlay(t)
 	// What the capture sets up: replies to the delivery mark come back to us.
