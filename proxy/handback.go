@@ -21,6 +21,13 @@ type Kernel interface {
 	Destroy(local, remote netip.AddrPort) error
 	// Forget has the next SYN of the flow decided about anew.
 	Forget(f stack.Flow)
+	// Remember says that connections of the pod to dst need not be decided about one by one for a while, if the state is still that of
+	// generation then: Generation returns it, before the state is read that the decision rests on. Where nothing is remembered
+	// both do nothing.
+	Remember(dst netip.AddrPort, generation uint64) error
+	Generation() uint64
+	// ForgetDestinations takes back all that is remembered.
+	ForgetDestinations()
 }
 
 // handedBack are the connections of a pod that the kernel carries, by flow. Those of one flow, from the same port one after the
@@ -103,7 +110,7 @@ func (h *handedBack) has(f stack.Flow, k *carried) bool {
 }
 
 // handBack has the kernel carry a connection from its SYN on. One that it cannot carry gets no answer: its next SYN is another attempt.
-func (p *Proxy) handBack(req stack.TCPRequest, c *connection) {
+func (p *Proxy) handBack(req stack.TCPRequest, c *connection) (done bool) {
 	f := req.Flow()
 	k := p.carry(f, c)
 	err := c.Cause() // of who has closed it meanwhile
@@ -116,6 +123,30 @@ func (p *Proxy) handBack(req stack.TCPRequest, c *connection) {
 		c.Finish(err)
 		req.Drop()
 	}
+	return err == nil
+}
+
+// remember has the kernel carry further connections to where a flow was handed back to.
+func (p *Proxy) remember(f stack.Flow, generation uint64) {
+	if err := p.cfg.Kernel.Remember(f.Dst, generation); err != nil {
+		p.cfg.Log.Warn("destination not remembered", "flow", f.String(), "error", err.Error())
+	}
+}
+
+// Begun takes the beginning of a connection to a destination that was remembered: the kernel carries it, and nobody has seen its SYN. It may
+// be called from any goroutine.
+func (p *Proxy) Begun(f stack.Flow) {
+	state := p.cfg.Store.Snapshot()
+	facts := outboundFlow(f)
+	facts.Dst = f.Dst
+	if self := state.Local(p.cfg.Client); self != nil {
+		q := p.query(self, state, f)
+		facts.Source = self
+		if d := p.classify(state, &q); p.carries(&d, f) { // else the state has changed in these milliseconds
+			facts = outboundFacts(facts, self, &d)
+		}
+	}
+	p.carry(f, p.conns.open(p.cfg.Records, facts, nil))
 }
 
 // carry notes that the kernel carries a connection from now on, and how that is ended.

@@ -24,6 +24,9 @@ type fakeKernel struct {
 	sockets map[[2]netip.AddrPort]stack.Flow
 	calls   []string
 	fail    error
+
+	remembered []string
+	generation uint64
 }
 
 func (k *fakeKernel) Destroy(local, remote netip.AddrPort) error {
@@ -39,6 +42,15 @@ func (k *fakeKernel) Destroy(local, remote netip.AddrPort) error {
 	k.b.Ended(f, KernelEnd{Established: true, Received: 3, Sent: 4, Err: syscall.ECONNABORTED})
 	return nil
 }
+
+func (k *fakeKernel) Generation() uint64 { return k.generation }
+
+func (k *fakeKernel) Remember(dst netip.AddrPort, generation uint64) error {
+	k.remembered = append(k.remembered, fmt.Sprintf("%v of %d", dst, generation))
+	return nil
+}
+
+func (k *fakeKernel) ForgetDestinations() { k.generation++ }
 
 func (k *fakeKernel) Forget(f stack.Flow) { k.calls = append(k.calls, "forget "+f.String()) }
 
@@ -335,4 +347,59 @@ func TestConnectionsOfAnEarlierProcess(t *testing.T) {
 		t.Errorf("received and sent mismatch (-want +got):\n%s", diff)
 	}
 	b.LetGo()
+}
+
+// Where a flow was handed back to is remembered, by the state from before it was decided about. What was refused, or goes elsewhere, is not;
+// and while we drain nothing is.
+func TestDestinationsThatAreRemembered(t *testing.T) {
+	b, k := newKernelBench(t, newMesh())
+	k.generation = 7
+	b.ask(t, podEnd, "1.2.3.4:80")
+	b.ask(t, podEnd, "10.96.0.10:80")              // through the mesh
+	b.ask(t, "10.9.9.9:1000", "10.244.0.5:80")     // inbound
+	r, _ := b.ask(t, "10.9.9.9:1000", "1.1.1.1:1") // of others
+	if diff := cmp.Diff([]string{"1.2.3.4:80 of 7"}, k.remembered); diff != "" {
+		t.Errorf("remembered mismatch (-want +got):\n%s", diff)
+	}
+	if r.answer != "RST" {
+		t.Errorf("a flow of others is answered by %q", r.answer)
+	}
+	b.Drain()
+	if k.generation != 8 {
+		t.Errorf("generation %d after a drain has begun, want another one", k.generation)
+	}
+	if b.ask(t, podEnd, "1.2.3.5:80"); len(k.remembered) != 1 {
+		t.Errorf("remembered %v while draining", k.remembered)
+	}
+	b.conns.Close(errors.New("test"))
+	b.LetGo()
+	b.Settle()
+}
+
+func TestNotRememberedWhenNotHandedBack(t *testing.T) {
+	b, k := newKernelBench(t, newMesh())
+	r := inboundRequest(podEnd, "1.2.3.4:80")
+	r.kernel, r.refuse = true, errors.New("map is full")
+	b.ServeTCP(t.Context(), r)
+	b.Settle()
+	if len(k.remembered) != 0 || r.answer != "nothing" {
+		t.Errorf("remembered %v, answer %q; want nothing, nothing", k.remembered, r.answer)
+	}
+}
+
+// A connection that began without us has a record like any other.
+func TestConnectionThatNobodyHasSeen(t *testing.T) {
+	b, _ := newKernelBench(t, newMesh())
+	f := stack.Flow{Proto: stack.TCP, Src: netip.MustParseAddrPort(podEnd), Dst: netip.MustParseAddrPort("1.2.3.4:80")}
+	b.Begun(f)
+	if st := b.records.Stats(); st.Open != 1 || st.Kernel != 1 {
+		t.Fatalf("%d open, %d in the kernel, want one", st.Open, st.Kernel)
+	}
+	b.Ended(f, KernelEnd{Established: true, Received: 5, Sent: 6})
+	seen := b.lines(t)
+	r, _ := b.ask(t, podEnd, "1.2.3.4:80")
+	b.Ended(r.flow, KernelEnd{Established: true, Received: 5, Sent: 6})
+	if both := b.lines(t); both != seen+seen {
+		t.Errorf("its line is\n%s, those of it and of one that was decided about are\n%s", seen, both)
+	}
 }

@@ -19,6 +19,7 @@ const maxEndpoints = 3
 
 // outboundAtOnce gives a flow that the pod opened back to the kernel, if that may carry it; false: it needs a set-up.
 func (p *Proxy) outboundAtOnce(_ context.Context, req stack.TCPRequest) bool {
+	generation := p.cfg.Kernel.Generation() // before the state
 	state := p.cfg.Store.Snapshot()
 	self := state.Local(p.cfg.Client)
 	if self == nil {
@@ -30,7 +31,9 @@ func (p *Proxy) outboundAtOnce(_ context.Context, req stack.TCPRequest) bool {
 	if !p.carries(&d, f) {
 		return false
 	}
-	p.handBack(req, p.conns.open(p.cfg.Records, outboundFacts(outboundFlow(f), self, &d), nil))
+	if p.handBack(req, p.conns.open(p.cfg.Records, outboundFacts(outboundFlow(f), self, &d), nil)) {
+		p.remember(f, generation)
+	}
 	return true
 }
 

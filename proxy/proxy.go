@@ -166,6 +166,9 @@ func (p *Proxy) ServeTCP(ctx context.Context, req stack.TCPRequest) {
 // that are open may need. Of new streams the server of the pod gets none any more.
 func (p *Proxy) Drain() {
 	p.draining.Store(true)
+	if p.cfg.Kernel != nil {
+		p.cfg.Kernel.ForgetDestinations()
+	}
 	p.conns.each(func(c *connection) { c.Drain() })
 }
 

@@ -467,7 +467,7 @@ func (n *nftNetns) close() error {
 
 // run tells of flows by the sockets that the kernel destroys, and looks every few seconds which elements have no socket any
 // more.
-func (b *nftBackend) run(ctx context.Context, ended func(EndedFlow)) error {
+func (b *nftBackend) run(ctx context.Context, _, ended func(EndedFlow)) error {
 	stop := context.AfterFunc(ctx, b.notify)
 	defer stop()
 	buf := make([]byte, 64<<10)

@@ -13,6 +13,7 @@ import (
 	"sync"
 	"syscall"
 	"time"
+	"unsafe"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
@@ -45,6 +46,9 @@ type (
 		HandedBack *ebpf.Map `ebpf:"handed_back"`
 		Ends       *ebpf.Map `ebpf:"ends"`
 		Lost       *ebpf.Map `ebpf:"lost"`
+
+		Destinations *ebpf.Map `ebpf:"destinations"`
+		Generation   *ebpf.Map `ebpf:"generation"`
 	}
 	sockopsPrograms struct {
 		Ingress *ebpf.Program `ebpf:"ztun_ingress"`
@@ -74,13 +78,35 @@ type flowDecision struct {
 	At        uint64 // CLOCK_MONOTONIC, in nanoseconds
 }
 
+// A destinationKey is its struct destination.
+type destinationKey struct {
+	Addr  [16]byte
+	Port  [2]byte // big endian
+	_     uint16
+	_     uint32
+	Netns uint64
+}
+
+// A remembered is its struct remembered.
+type remembered struct {
+	Until      uint64 // CLOCK_MONOTONIC, in nanoseconds
+	Generation uint64
+}
+
 // A flowEnd is its struct end.
 type flowEnd struct {
 	Flow           flowKey
 	Received, Sent uint64
-	Established    uint32
+	What           uint32
 	Errno          uint32
 }
+
+// Values of flowEnd.What.
+const (
+	_ = iota // it failed to come to be
+	flowEnded
+	flowBegun
+)
 
 func keyOf(netns uint64, src, dst netip.AddrPort) flowKey {
 	k := flowKey{Src: src.Addr().As16(), Dst: dst.Addr().As16(), Netns: netns}
@@ -94,8 +120,24 @@ func (k *flowKey) addrs() (src, dst netip.AddrPort) {
 		netip.AddrPortFrom(netip.AddrFrom16(k.Dst).Unmap(), binary.BigEndian.Uint16(k.DstPort[:]))
 }
 
+// read takes a record as the kernel wrote it; false: it is none. binary.Decode takes 1.7 µs for it (measured).
+func (e *flowEnd) read(b []byte) bool {
+	if len(b) < int(unsafe.Sizeof(*e)) {
+		return false
+	}
+	k := &e.Flow
+	copy(k.Src[:], b)
+	copy(k.Dst[:], b[16:])
+	copy(k.SrcPort[:], b[32:])
+	copy(k.DstPort[:], b[34:])
+	ne := binary.NativeEndian
+	k.Netns, e.Received, e.Sent = ne.Uint64(b[40:]), ne.Uint64(b[48:]), ne.Uint64(b[56:])
+	e.What, e.Errno = ne.Uint32(b[64:]), ne.Uint32(b[68:])
+	return true
+}
+
 func (e *flowEnd) ended() EndedFlow {
-	f := EndedFlow{Netns: e.Flow.Netns, Established: e.Established != 0, Received: e.Received, Sent: e.Sent}
+	f := EndedFlow{Netns: e.Flow.Netns, Established: e.What == flowEnded, Received: e.Received, Sent: e.Sent}
 	f.Src, f.Dst = e.Flow.addrs()
 	if e.Errno != 0 {
 		f.Err = syscall.Errno(e.Errno)
@@ -124,7 +166,8 @@ func newSockops(cfg *SteeringConfig) (_ backend, err error) {
 		return nil, err
 	}
 	v := b.spec.Variables
-	err = errors.Join(v["own_mark"].Set(cfg.Marks.Own), v["own_mask"].Set(cfg.Marks.OwnMask), v["deliver_mark"].Set(cfg.Marks.Deliver))
+	err = errors.Join(v["own_mark"].Set(cfg.Marks.Own), v["own_mask"].Set(cfg.Marks.OwnMask), v["deliver_mark"].Set(cfg.Marks.Deliver),
+		v["remembers"].Set(cfg.Remember > 0))
 	if err != nil {
 		return nil, err
 	}
@@ -184,6 +227,7 @@ func (b *sockops) loadProgram(name string) (*ebpf.Program, error) {
 func (b *sockops) shared() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
 		"flows": b.maps.Flows, "captured": b.maps.Captured, "handed_back": b.maps.HandedBack, "ends": b.maps.Ends, "lost": b.maps.Lost,
+		"destinations": b.maps.Destinations, "generation": b.maps.Generation,
 	}
 }
 
@@ -198,7 +242,8 @@ func (b *sockops) close() error {
 		errs = append(errs, unix.Close(b.wake))
 	}
 	for _, c := range []io.Closer{
-		b.maps.Flows, b.maps.Captured, b.maps.HandedBack, b.maps.Ends, b.maps.Lost, b.progs.Ingress, b.progs.Guard, b.enrol,
+		b.maps.Flows, b.maps.Captured, b.maps.HandedBack, b.maps.Ends, b.maps.Lost, b.maps.Destinations, b.maps.Generation,
+		b.progs.Ingress, b.progs.Guard, b.enrol,
 	} {
 		errs = append(errs, c.Close()) // nothing for those that are nil
 	}
@@ -323,6 +368,14 @@ func (n *sockopsNetns) steer(src, dst netip.AddrPort, w Way, out int) error {
 	return n.b.maps.Flows.Put(&key, &flowDecision{Way: uint32(w), Interface: uint32(out), At: uint64(monotonic())})
 }
 
+func (n *sockopsNetns) remember(dst netip.AddrPort, d time.Duration, generation uint64) error {
+	key := destinationKey{Addr: dst.Addr().As16(), Netns: n.cookie}
+	binary.BigEndian.PutUint16(key.Port[:], dst.Port())
+	return n.b.maps.Destinations.Put(&key, &remembered{Until: uint64(monotonic() + d), Generation: generation})
+}
+
+func (b *sockops) setGeneration(g uint64) error { return b.maps.Generation.Put(uint32(0), g) }
+
 func (n *sockopsNetns) unsteer(src, dst netip.AddrPort) {
 	key := keyOf(n.cookie, src, dst)
 	_ = n.b.maps.Flows.Delete(&key) // it may be gone already
@@ -357,7 +410,7 @@ const (
 )
 
 // run reads the ends from the kernel, and tells of flows that never came to be without anybody having said so.
-func (b *sockops) run(ctx context.Context, ended func(EndedFlow)) error {
+func (b *sockops) run(ctx context.Context, begun, ended func(EndedFlow)) error {
 	r, err := ringbuf.NewReader(b.maps.Ends)
 	if err != nil {
 		return fmt.Errorf("ends of flows: %w", err)
@@ -408,10 +461,14 @@ func (b *sockops) run(ctx context.Context, ended func(EndedFlow)) error {
 			} else if err != nil {
 				return fmt.Errorf("ends of flows: %w", err)
 			}
-			if _, err := binary.Decode(record.RawSample, binary.NativeEndian, &end); err != nil {
-				return fmt.Errorf("ends of flows: record of %d bytes: %w", len(record.RawSample), err)
+			if !end.read(record.RawSample) {
+				return fmt.Errorf("ends of flows: record of %d bytes", len(record.RawSample))
 			}
-			ended(end.ended())
+			if end.What == flowBegun {
+				begun(end.ended())
+			} else {
+				ended(end.ended())
+			}
 		}
 		if ctx.Err() != nil {
 			return nil

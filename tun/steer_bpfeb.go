@@ -17,8 +17,10 @@ import (
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
 	steerMapCaptured        = "captured"
+	steerMapDestinations    = "destinations"
 	steerMapEnds            = "ends"
 	steerMapFlows           = "flows"
+	steerMapGeneration      = "generation"
 	steerMapHandedBack      = "handed_back"
 	steerMapListeners       = "listeners"
 	steerMapLost            = "lost"
@@ -33,6 +35,7 @@ const (
 	steerVarNetnsCookie     = "netns_cookie"
 	steerVarOwnMark         = "own_mark"
 	steerVarOwnMask         = "own_mask"
+	steerVarRemembers       = "remembers"
 )
 
 // loadSteer returns the embedded CollectionSpec for steer.
@@ -90,12 +93,14 @@ type steerProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type steerMapSpecs struct {
-	Captured   *ebpf.MapSpec `ebpf:"captured"`
-	Ends       *ebpf.MapSpec `ebpf:"ends"`
-	Flows      *ebpf.MapSpec `ebpf:"flows"`
-	HandedBack *ebpf.MapSpec `ebpf:"handed_back"`
-	Listeners  *ebpf.MapSpec `ebpf:"listeners"`
-	Lost       *ebpf.MapSpec `ebpf:"lost"`
+	Captured     *ebpf.MapSpec `ebpf:"captured"`
+	Destinations *ebpf.MapSpec `ebpf:"destinations"`
+	Ends         *ebpf.MapSpec `ebpf:"ends"`
+	Flows        *ebpf.MapSpec `ebpf:"flows"`
+	Generation   *ebpf.MapSpec `ebpf:"generation"`
+	HandedBack   *ebpf.MapSpec `ebpf:"handed_back"`
+	Listeners    *ebpf.MapSpec `ebpf:"listeners"`
+	Lost         *ebpf.MapSpec `ebpf:"lost"`
 }
 
 // steerVariableSpecs contains global variables before they are loaded into the kernel.
@@ -106,6 +111,7 @@ type steerVariableSpecs struct {
 	NetnsCookie *ebpf.VariableSpec `ebpf:"netns_cookie"`
 	OwnMark     *ebpf.VariableSpec `ebpf:"own_mark"`
 	OwnMask     *ebpf.VariableSpec `ebpf:"own_mask"`
+	Remembers   *ebpf.VariableSpec `ebpf:"remembers"`
 }
 
 // steerObjects contains all objects after they have been loaded into the kernel.
@@ -128,19 +134,23 @@ func (o *steerObjects) Close() error {
 //
 // It can be passed to loadSteerObjects or ebpf.CollectionSpec.LoadAndAssign.
 type steerMaps struct {
-	Captured   *ebpf.Map `ebpf:"captured"`
-	Ends       *ebpf.Map `ebpf:"ends"`
-	Flows      *ebpf.Map `ebpf:"flows"`
-	HandedBack *ebpf.Map `ebpf:"handed_back"`
-	Listeners  *ebpf.Map `ebpf:"listeners"`
-	Lost       *ebpf.Map `ebpf:"lost"`
+	Captured     *ebpf.Map `ebpf:"captured"`
+	Destinations *ebpf.Map `ebpf:"destinations"`
+	Ends         *ebpf.Map `ebpf:"ends"`
+	Flows        *ebpf.Map `ebpf:"flows"`
+	Generation   *ebpf.Map `ebpf:"generation"`
+	HandedBack   *ebpf.Map `ebpf:"handed_back"`
+	Listeners    *ebpf.Map `ebpf:"listeners"`
+	Lost         *ebpf.Map `ebpf:"lost"`
 }
 
 func (m *steerMaps) Close() error {
 	return _SteerClose(
 		m.Captured,
+		m.Destinations,
 		m.Ends,
 		m.Flows,
+		m.Generation,
 		m.HandedBack,
 		m.Listeners,
 		m.Lost,
@@ -155,6 +165,7 @@ type steerVariables struct {
 	NetnsCookie *ebpf.Variable `ebpf:"netns_cookie"`
 	OwnMark     *ebpf.Variable `ebpf:"own_mark"`
 	OwnMask     *ebpf.Variable `ebpf:"own_mask"`
+	Remembers   *ebpf.Variable `ebpf:"remembers"`
 }
 
 // steerPrograms contains all programs after they have been loaded into the kernel.

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"time"
 )
 
 // Backends of a [Steering].
@@ -27,6 +28,13 @@ type SteeringConfig struct {
 	// Ended is told of each flow that was handed back to the kernel, once: when it has ended, or when it is known not to come
 	// to be. It is called by the goroutine of Run and must not block. nil means that nobody asks.
 	Ended func(EndedFlow)
+
+	// Remember is how long Kernel.Remember holds; 0 means that nothing is remembered. It takes "sockops".
+	Remember time.Duration
+
+	// Begun is told of each flow that went to the network without Kernel.Steer: only Netns, Src and Dst are set. Ended is told of the
+	// same flow later. It is called as Ended is; nil means that nobody asks.
+	Begun func(EndedFlow)
 
 	noBTF bool // as if the kernel had no BTF
 	noBPF bool // as if it refused all programs

@@ -6,6 +6,9 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -19,7 +22,9 @@ import (
 type Steering struct {
 	cfg      SteeringConfig
 	backend  backend
-	selfTest uint64 // cookie of the netns of the self-test, whose flows are nobody's
+	memory   atomic.Uint64 // generation of the state
+	setting  sync.Mutex    // of the generation, in its order
+	selfTest uint64        // cookie of the netns of the self-test, whose flows are nobody's
 }
 
 // A backend is one of the ways to steer. Its methods that get a setup are steps of Open.
@@ -29,9 +34,14 @@ type backend interface {
 	attach(s *setup) (netnsSteerer, error) // from then on SYNs can be steered; nothing else changes
 	enrolRunning(s *setup) error           // leaves the connections that there are to the kernel
 	guard(s *setup) error                  // lets out no TCP that was not decided about
-	run(ctx context.Context, ended func(EndedFlow)) error
+	run(ctx context.Context, begun, ended func(EndedFlow)) error
 	lost() uint64
 	close() error
+}
+
+// A rememberer is a backend that can lead connections past the device before their SYN.
+type rememberer interface {
+	setGeneration(g uint64) error // what was remembered of another one is nothing from now on
 }
 
 // A netnsSteerer is what a backend does in one netns.
@@ -41,6 +51,11 @@ type netnsSteerer interface {
 	unsteer(src, dst netip.AddrPort)
 	watchOlder(s *setup) error // the last step of Open: connections that the kernel carries already are told of too
 	close() error
+}
+
+// A netnsRememberer is a rememberer in one netns.
+type netnsRememberer interface {
+	remember(dst netip.AddrPort, d time.Duration, generation uint64) error
 }
 
 // backends in the order in which auto tries them, but for those that are taken by name only.
@@ -65,6 +80,9 @@ func NewSteering(cfg SteeringConfig) (*Steering, error) {
 	}
 	if cfg.Ended == nil {
 		cfg.Ended = func(EndedFlow) {}
+	}
+	if cfg.Begun == nil {
+		cfg.Begun = func(EndedFlow) {}
 	}
 	var errs []error
 	for _, b := range backends {
@@ -102,14 +120,38 @@ func (c *SteeringConfig) try(make func(*SteeringConfig) (backend, error)) (*Stee
 // Backend returns which of SteerBySockops and SteerByNFT it is.
 func (s *Steering) Backend() string { return s.backend.name() }
 
-// Run tells SteeringConfig.Ended of the ends of flows until ctx ends.
+// Remembers reports whether Kernel.Remember has an effect: SteeringConfig.Remember is set, and the backend can.
+func (s *Steering) Remembers() bool {
+	_, can := s.backend.(rememberer)
+	return can && s.cfg.Remember > 0
+}
+
+// Generation is what Kernel.Remember has to be given: of before the state was read that the decision rests on.
+func (s *Steering) Generation() uint64 { return s.memory.Load() }
+
+// Forget has all destinations be decided about anew, in all netns. It is called after each change of what decisions rest on.
+func (s *Steering) Forget() error {
+	if !s.Remembers() {
+		return nil
+	}
+	s.setting.Lock()
+	defer s.setting.Unlock()
+	if err := s.backend.(rememberer).setGeneration(s.memory.Add(1)); err != nil {
+		return fmt.Errorf("tun: forget destinations: %w", err)
+	}
+	return nil
+}
+
+// Run tells SteeringConfig.Begun and SteeringConfig.Ended of the ends of flows until ctx ends.
 func (s *Steering) Run(ctx context.Context) error {
-	ended := func(e EndedFlow) {
-		if e.Netns != s.selfTest {
-			s.cfg.Ended(e)
+	of := func(tell func(EndedFlow)) func(EndedFlow) {
+		return func(e EndedFlow) {
+			if e.Netns != s.selfTest {
+				tell(e)
+			}
 		}
 	}
-	if err := s.backend.run(ctx, ended); err != nil {
+	if err := s.backend.run(ctx, of(s.cfg.Begun), of(s.cfg.Ended)); err != nil {
 		return fmt.Errorf("tun: steering by %s: %w", s.Backend(), err)
 	}
 	return nil
@@ -229,6 +271,20 @@ func (k *Kernel) Steer(src, dst netip.AddrPort, w Way) error {
 	}
 	if err := k.steerer.steer(src, dst, w, out); err != nil {
 		return fmt.Errorf("tun: netns %s: steer %s to %s %s: %w", k.cfg.Netns, src, dst, w, err)
+	}
+	return nil
+}
+
+// Remember has further connections of the netns to dst go to the network without being seen, as if each had been decided about and
+// steered: for SteeringConfig.Remember, and until Steering.Forget. generation is that of [Steering.Generation]. It does nothing where
+// nothing is remembered.
+func (k *Kernel) Remember(dst netip.AddrPort, generation uint64) error {
+	n, can := k.steerer.(netnsRememberer)
+	if !can || k.cfg.Steering.cfg.Remember <= 0 {
+		return nil
+	}
+	if err := n.remember(dst, k.cfg.Steering.cfg.Remember, generation); err != nil {
+		return fmt.Errorf("tun: netns %s: remember %s: %w", k.cfg.Netns, dst, err)
 	}
 	return nil
 }

@@ -62,6 +62,7 @@ type Config struct {
 	FailMode           FailMode
 	HostCapture        Prefixes
 	Offload            Offload
+	ConnectCache       time.Duration // 0: nothing is remembered
 	TUNGSO             Switch
 	HandoverSocket     string
 	UnknownPolicy      UnknownPolicy

@@ -101,7 +101,7 @@ func (n *Node) openTUN(ctx context.Context, l *pipeline, spec *podSpec, u *under
 		kernel  proxy.Kernel
 	)
 	if b.device.Steers() {
-		if err := b.openSteered(u); err != nil {
+		if err := b.openSteered(n, u); err != nil {
 			return nil, err
 		}
 		steerer, kernel = b.steerer, b.steerer
@@ -151,8 +151,8 @@ func (n *Node) openTUN(ctx context.Context, l *pipeline, spec *podSpec, u *under
 }
 
 // openSteered makes the listeners that flows are led to.
-func (b *tunBackend) openSteered(u *underlay.Underlay) (err error) {
-	b.steerer = &steerer{device: b.device}
+func (b *tunBackend) openSteered(n *Node, u *underlay.Underlay) (err error) {
+	b.steerer = &steerer{node: n, device: b.device}
 	if b.listeners, err = u.ListenSteered(b.device.HasIPv6()); err != nil {
 		return err
 	}

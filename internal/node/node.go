@@ -306,6 +306,7 @@ func (n *Node) run(ctx context.Context) error {
 	if n.steering != nil {
 		g.Go(func() error { n.hearEnds(background); return nil })
 		g.Go(func() error { n.watchCarried(background); return nil })
+		defer n.store.Subscribe(n.forgetDestinations)()
 	}
 	g.Go(func() error { return n.group.Run(background) })
 	g.Go(func() error { return n.records.Run(background) })

@@ -150,6 +150,7 @@ func newMetrics(r prometheus.Registerer, n *Node) *metrics {
 		pending: prometheus.NewDesc("ztun_flows_in_flight", "Flows that have no answer yet.", nil, nil),
 		offload: prometheus.NewDesc("ztun_pods_offload", "Pods that are served, by how their flows are given back to the kernel.", []string{"backend"}, nil),
 		back:    prometheus.NewDesc("ztun_flows_handed_back_total", "Flows that were given back to the kernel.", nil, nil),
+		unseen:  prometheus.NewDesc("ztun_flows_remembered_total", "Flows that the kernel carries because their destination was remembered (ZTUN_CONNECT_CACHE).", nil, nil),
 		carried: prometheus.NewDesc("ztun_flows_in_kernel", "Open connections that the kernel carries.", nil, nil),
 		pool:    prometheus.NewDesc("ztun_tunnels", "HBONE tunnels, by direction.", []string{"direction"}, nil),
 		held:    prometheus.NewDesc("ztun_buffered_bytes", "Bytes of connections that wait in this process.", nil, nil),
@@ -160,13 +161,13 @@ func newMetrics(r prometheus.Registerer, n *Node) *metrics {
 
 // A collector reads what the pods count.
 type collector struct {
-	n                                                                *Node
-	pods, refused, pending, offload, back, carried, pool, held, full *prometheus.Desc
+	n                                                                        *Node
+	pods, refused, pending, offload, back, unseen, carried, pool, held, full *prometheus.Desc
 }
 
 // Describe implements prometheus.Collector.
 func (c *collector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.pods, c.refused, c.pending, c.offload, c.back, c.carried, c.pool, c.held, c.full} {
+	for _, d := range []*prometheus.Desc{c.pods, c.refused, c.pending, c.offload, c.back, c.unseen, c.carried, c.pool, c.held, c.full} {
 		ch <- d
 	}
 }
@@ -206,6 +207,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		gauge(c.offload, v, k)
 	}
 	ch <- prometheus.MustNewConstMetric(c.back, prometheus.CounterValue, float64(back))
+	ch <- prometheus.MustNewConstMetric(c.unseen, prometheus.CounterValue, float64(c.n.carriers.unseen.Load()))
 	gauge(c.carried, c.n.records.Stats().Kernel)
 	gauge(c.pending, c.n.limits.InFlight())
 	gauge(c.held, int(c.n.budget.Held()))

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -19,6 +20,8 @@ import (
 
 // A carriers is the proxies of the pods whose flows the kernel may carry, by the cookie of their namespaces.
 type carriers struct {
+	unseen atomic.Uint64 // flows that began without us
+
 	mu sync.Mutex // guards below
 	by map[uint64]*proxy.Proxy
 }
@@ -52,15 +55,41 @@ func (c *carriers) ended(e tun.EndedFlow) {
 	}
 }
 
+// begun takes the beginning of a flow that went to a destination that was remembered.
+func (c *carriers) begun(e tun.EndedFlow) {
+	c.mu.Lock()
+	p := c.by[e.Netns]
+	c.mu.Unlock()
+	if p != nil {
+		c.unseen.Add(1)
+		p.Begun(stack.Flow{Proto: stack.TCP, Src: e.Src, Dst: e.Dst})
+	}
+}
+
+// forgetDestinations has everything be decided about anew.
+func (n *Node) forgetDestinations() {
+	if err := n.steering.Forget(); err != nil {
+		n.log.Error("connections may go by an earlier decision for a while", "for", n.cfg.ConnectCache.String(), "error", err.Error())
+	}
+}
+
 // openSteering loads what leads flows past user space. What the kernel cannot do is an error only if it was asked for by name.
 func (n *Node) openSteering() (err error) {
 	if n.cfg.Offload == config.OffloadOff {
+		if n.cfg.ConnectCache > 0 {
+			n.log.Warn("ZTUN_CONNECT_CACHE has no effect: it takes ZTUN_OFFLOAD=sockops", "backend", n.cfg.Offload.String())
+		}
 		return nil
 	}
-	n.steering, err = tun.NewSteering(tun.SteeringConfig{Mode: n.cfg.Offload.String(), Marks: n.marks, Log: n.log, Ended: n.carriers.ended})
+	n.steering, err = tun.NewSteering(tun.SteeringConfig{
+		Mode: n.cfg.Offload.String(), Marks: n.marks, Log: n.log, Ended: n.carriers.ended, Remember: n.cfg.ConnectCache, Begun: n.carriers.begun,
+	})
 	switch {
 	case err == nil:
 		n.log.Info("flows are given back to the kernel", "backend", n.steering.Backend())
+		if n.cfg.ConnectCache > 0 && !n.steering.Remembers() {
+			n.log.Warn("ZTUN_CONNECT_CACHE has no effect: it takes ZTUN_OFFLOAD=sockops", "backend", n.steering.Backend())
+		}
 	case n.cfg.Offload == config.OffloadAuto:
 		n.log.Warn("flows cannot be given back to the kernel: all bytes pass through user space", "reason", err.Error())
 		return nil
@@ -80,6 +109,7 @@ func (n *Node) offload(d *tun.Kernel) string {
 
 // A steerer leads the flows of one pod. It is what the stack and the proxy know of the kernel.
 type steerer struct {
+	node   *Node
 	device *tun.Kernel
 	stack  *stack.Stack
 }
@@ -117,6 +147,17 @@ func (s *steerer) Unsteer(f stack.Flow) { s.device.Unsteer(f.Src, f.Dst) }
 func (s *steerer) Destroy(local, remote netip.AddrPort) error {
 	return s.device.DestroySocket(local, remote)
 }
+
+// Remember implements proxy.Kernel.
+func (s *steerer) Remember(dst netip.AddrPort, generation uint64) error {
+	return s.device.Remember(dst, generation)
+}
+
+// Generation implements proxy.Kernel.
+func (s *steerer) Generation() uint64 { return s.node.steering.Generation() }
+
+// ForgetDestinations implements proxy.Kernel.
+func (s *steerer) ForgetDestinations() { s.node.forgetDestinations() }
 
 // Forget implements proxy.Kernel.
 func (s *steerer) Forget(f stack.Flow) { s.stack.Ended(f) }

@@ -45,6 +45,7 @@ volatile const __u32 own_mark = 0x539;
 volatile const __u32 own_mask = 0xfff;
 volatile const __u32 deliver_mark = 0x111;
 volatile const __u64 netns_cookie = 0; // of the netns of ztun_device and ztun_lookup
+volatile const bool remembers = false; // whether connect() looks for earlier decisions
 
 // APPLICATION tells the sockets of applications that have one of ztun's marks from ztun's own. A socket keeps its mark when its program
 // dissolves the connection, connect(AF_UNSPEC), for which it needs no privilege: the next connection is none that was decided about. The bit is
@@ -117,12 +118,48 @@ struct {
 	__type(value, struct handed);
 } handed_back SEC(".maps");
 
-// An end is that of a flow that was handed back.
+// A destination is where flows of a netns may go without being decided about one by one.
+struct destination {
+	__u32 addr[4];
+	__be16 port;
+	__u16 pad;
+	__u32 pad2;
+	__u64 netns;
+};
+
+struct remembered {
+	__u64 until;      // CLOCK_MONOTONIC, ns
+	__u64 generation; // of the state that it was decided by
+};
+
+// It is of the LRU kind so that scans cost nothing but its own use.
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 16384);
+	__type(key, struct destination);
+	__type(value, struct remembered);
+} destinations SEC(".maps");
+
+// The generation of the state: what was remembered of another is nothing.
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u64);
+} generation SEC(".maps");
+
+enum {
+	FAILED, // to come to be
+	ENDED,
+	BEGUN, // without user space
+};
+
+// An end is that of a flow that was handed back, or the beginning of one that user space has not seen.
 struct end {
 	struct flow flow;
 	__u64 received; // bytes from src to dst
 	__u64 sent;     // from dst to src
-	__u32 established;
+	__u32 what;
 	__u32 err; // of the socket
 };
 
@@ -139,16 +176,17 @@ struct {
 	__type(value, __u64);
 } lost SEC(".maps");
 
-static __always_inline void tell(const struct end *e)
+static __always_inline bool tell(const struct end *e)
 {
 	__u32 zero = 0;
 	__u64 *n;
 
 	if (!bpf_ringbuf_output(&ends, (void *)e, sizeof(*e), 0))
-		return;
+		return true;
 	n = bpf_map_lookup_elem(&lost, &zero);
 	if (n)
 		__sync_fetch_and_add(n, 1);
+	return false;
 }
 
 // Offsets are relative to the network header, which is right with and without a link-layer header.
@@ -526,9 +564,32 @@ static __always_inline void hand_back(struct bpf_sock_ops *ctx, struct bpf_sock 
 
 	if (h) {
 		h->way = way;
+		h->fins = 0; // of an earlier connection of the socket
 		watch(ctx, true);
 	}
 	mark(ctx, sk, own_mark | APPLICATION);
+}
+
+// begin hands a connection back before its SYN, if its destination is remembered; false: it is to be decided about. It is, too, if it
+// could not be told of.
+static __always_inline bool begin(struct bpf_sock_ops *ctx, struct bpf_sock *sk)
+{
+	struct destination to = {};
+	struct end e = {.what = BEGUN};
+	struct remembered *r;
+	__u32 zero = 0;
+	__u64 *now;
+
+	socket_flow(ctx, &e.flow, true);
+	__builtin_memcpy(to.addr, e.flow.dst, sizeof(to.addr));
+	to.port = e.flow.dport;
+	to.netns = e.flow.netns;
+	r = bpf_map_lookup_elem(&destinations, &to);
+	now = bpf_map_lookup_elem(&generation, &zero);
+	if (!r || !now || r->generation != *now || r->until < bpf_ktime_get_ns() || !tell(&e))
+		return false;
+	hand_back(ctx, sk, TO_NETWORK);
+	return true;
 }
 
 static __always_inline __u64 without_fin(__u64 bytes, bool fin, __u64 syn)
@@ -559,6 +620,12 @@ static __always_inline void ended(struct bpf_sock_ops *ctx, struct bpf_sock *sk,
 		struct decision *d;
 
 		socket_flow(ctx, &e.flow, true);
+		if (h) { // begun without user space
+			if (!btf)
+				e.err = ctx->total_retrans ? ETIMEDOUT : ECONNREFUSED;
+			tell(&e);
+			return;
+		}
 		d = bpf_map_lookup_elem(&flows, &e.flow);
 		if (!d || (d->way != TO_NETWORK && d->way != TO_LISTENER))
 			return;
@@ -577,7 +644,7 @@ static __always_inline void ended(struct bpf_sock_ops *ctx, struct bpf_sock *sk,
 	fins = h->fins;
 	if (old == BPF_TCP_LAST_ACK || old == BPF_TCP_CLOSING)
 		fins |= FIN_ACKED;
-	e.established = 1;
+	e.what = ENDED;
 	if (h->way == TO_NETWORK) {
 		socket_flow(ctx, &e.flow, true);
 		e.received = without_fin(acked, fins & FIN_ACKED, 1); // an opener's SYN counts too
@@ -614,9 +681,10 @@ static __always_inline int sockets(struct bpf_sock_ops *ctx, bool btf)
 		m = sk->mark & own_mask;
 		if (sk->mark & APPLICATION) {
 			mark(ctx, sk, 0); // the kernel looks for the route after this
+			bpf_sk_storage_delete(&handed_back, sk);
 			m = 0;
 		}
-		if (m != own_mark && m != deliver_mark)
+		if (m != own_mark && m != deliver_mark && !(remembers && begin(ctx, sk)))
 			watch(ctx, true);
 		return 1;
 	case BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB: // before the ACK, which takes the decided way already
@@ -630,6 +698,8 @@ static __always_inline int sockets(struct bpf_sock_ops *ctx, bool btf)
 			bpf_map_delete_elem(&flows, &f);
 			return 1;
 		}
+		if (remembers && bpf_sk_storage_get(&handed_back, sk, NULL, 0)) // begun without user space
+			return 1;
 		watch(ctx, false);
 		// The listener's side forgets the decision: with SYN cookies it needs it for the ACK too.
 		if (d && d->way == TO_LISTENER)
