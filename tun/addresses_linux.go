@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -134,7 +135,7 @@ func (w *Addresses) wayOut(a netip.Addr) int {
 const eventBuffer = 1
 
 // Addresses knows the current addresses of a netns without a goroutine and, where nothing has changed, without asking for them:
-// the kernel puts an event for each change into a socket, which is looked at before each answer. Its methods may be called from
+// the kernel puts an event for each change into a socket, which is looked at before each answer, but for those to one SYN. Its methods may be called from
 // any goroutine.
 type Addresses struct {
 	families []int
@@ -144,6 +145,7 @@ type Addresses struct {
 	h      *netlink.Handle // of the netns, for any thread; nil after Close
 	events int             // descriptor of a netlink socket of the netns
 	stale  bool            // read anew before the next answer
+	looked time.Duration   // when the events were looked at, on the monotonic clock
 	addrs  []netip.Addr
 	locals []netip.Prefix
 	ways   []wayOut
@@ -196,11 +198,16 @@ func (s *setup) watchAddresses() (err error) {
 	return nil
 }
 
+// lookAgain is how old an answer may be: within it one SYN asks four times, and each look at the events is a system call.
+const lookAgain = 20 * time.Microsecond
+
 // refresh reads the addresses if they may have changed.
 func (w *Addresses) refresh() error {
-	if w.h == nil {
+	now := monotonic()
+	if w.h == nil || !w.stale && now-w.looked < lookAgain {
 		return nil
 	}
+	w.looked = now
 	var b [1]byte // what has changed is not asked for
 	for {
 		_, err := unix.Read(w.events, b[:])

@@ -294,3 +294,15 @@ func TestDestinationBeyondAGateway(t *testing.T) {
 		t.Errorf("protocol %q", got)
 	}
 }
+
+func BenchmarkLine(b *testing.B) {
+	r, err := NewRecorder(Config{Now: func() time.Time { return start }, Log: discard})
+	if err != nil {
+		b.Fatal(err)
+	}
+	c := r.Open(outbound(), nil)
+	b.ReportAllocs()
+	for b.Loop() {
+		r.line(c, "info", "connection complete", nil, true)
+	}
+}
