@@ -186,6 +186,7 @@ type podConnections struct {
 	looked   uint64             // generation of the state that Run has looked at last
 	policies []*workload.Policy // that applied then; nil: one that was missing
 	ahead    bool               // a connection was admitted by a newer state, with other policies
+	adopted  bool               // nobody has decided about some connections yet
 
 	// Of Run.
 	until   time.Time   // until when a missing one is waited for; zero: none is missing
@@ -356,6 +357,13 @@ func (p *podConnections) decided(s *workload.Snapshot, w *workload.Workload, adm
 	return true
 }
 
+// adopt notes that connections are there which nobody has decided about: the next change of policy does.
+func (p *podConnections) adopt() {
+	p.mu.Lock()
+	p.adopted = true
+	p.mu.Unlock()
+}
+
 // look decides again about the inbound connections if other policies apply than before, and tells those to close that are denied. A
 // policy that has not arrived denies once it is overdue. A workload that has left the state keeps its policies: its removal is not a
 // denial.
@@ -365,29 +373,41 @@ func (p *podConnections) look(s *workload.Snapshot, now time.Time) (told int) {
 	if w == nil {
 		w = p.workload
 	}
-	ahead := p.ahead
+	ahead, all := p.ahead, p.ahead || p.adopted
 	p.workload, p.ahead, p.looked = w, false, s.Generation()
 	again := ahead || w != nil && p.differ(s, w)
+	var deny []*workload.Policy
 	if again {
-		p.policies = slices.AppendSeq(p.policies[:0], authz.Applying(s, w))
+		before := p.policies
+		p.policies = slices.Collect(authz.Applying(s, w))
+		if p.adopted = false; !all {
+			deny, all = authz.Changed(before, p.policies)
+		}
 	}
 	missing := slices.Contains(p.policies, nil)
 	p.mu.Unlock()
 	if ahead {
 		p.until = time.Time{} // nothing was missing when the newest connection was admitted
 	}
-	if over := p.wait(missing, now); !over && !again {
+	over := p.wait(missing, now)
+	switch {
+	case !over && !again, !over && !all && len(deny) == 0:
 		return 0
+	case over || all:
+		p.eachOf(telemetry.Inbound, func(c *connection) {
+			v := authz.Evaluate(s, c.request(w))
+			if !v.Allowed && (v.Reason != authz.PolicyUnknown || p.overdue && !c.waiting.Load()) && c.deny(v) {
+				told++
+			}
+		})
+	default:
+		// What all of them were allowed by has not changed: with 200 policies that saves 199 of 200 matches.
+		p.eachOf(telemetry.Inbound, func(c *connection) {
+			if v, denied := authz.Denied(deny, c.request(w)); denied && c.deny(v) {
+				told++
+			}
+		})
 	}
-	p.eachOf(telemetry.Inbound, func(c *connection) {
-		v := authz.Evaluate(s, c.request(w))
-		if v.Allowed || v.Reason == authz.PolicyUnknown && (!p.overdue || c.waiting.Load()) {
-			return
-		}
-		if c.deny(v) {
-			told++
-		}
-	})
 	return told
 }
 

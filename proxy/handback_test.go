@@ -349,6 +349,34 @@ func TestConnectionsOfAnEarlierProcess(t *testing.T) {
 	b.LetGo()
 }
 
+// A connection that was there before keeps its path until any policy changes, also one that has nothing to do with it.
+func TestAdoptedConnectionsAreDecidedAboutAtTheNextChange(t *testing.T) {
+	b, k := newKernelBench(t, newMesh())
+	f := inboundRequest("10.9.9.9:1001", "10.244.0.5:9090").flow
+	k.connected(f, f.Dst)
+	policies := func(ports ...uint16) (list []*workload.Policy) {
+		for _, p := range ports {
+			list = append(list, &workload.Policy{
+				Name: fmt.Sprint("no-", p), Namespace: "default", Scope: workload.ScopePolicyNamespace, Action: workload.Deny,
+				Groups: []workload.Group{{{{DestinationPorts: []uint16{p}}}}},
+			})
+		}
+		return list
+	}
+	all := policies(9090, 1)
+	b.change(func(m *mesh) { m.more.Policies = all[:1] })
+	b.Adopt([]CarriedFlow{{Flow: f, Inbound: true}}, false)
+	b.Settle()
+	if n := len(openConns(b)); n != 1 {
+		t.Fatalf("%d connections are open, want the one that was adopted", n)
+	}
+	b.change(func(m *mesh) { m.more.Policies = all })
+	if n := len(openConns(b)); n != 0 {
+		t.Errorf("%d connections are open after a change, want none", n)
+	}
+	b.LetGo()
+}
+
 // Where a flow was handed back to is remembered, by the state from before it was decided about. What was refused, or goes elsewhere, is not;
 // and while we drain nothing is.
 func TestDestinationsThatAreRemembered(t *testing.T) {

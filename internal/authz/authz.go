@@ -153,6 +153,48 @@ func firstMissing(s *workload.Snapshot, w *workload.Workload) string {
 	return w.AuthorizationPolicies[i]
 }
 
+// Changed says what of a change of the policies that apply (Applying) can deny a connection which they have allowed before: one of deny has
+// to match it. all: more than DENY policies have changed, or one is missing, and it is to be evaluated anew.
+func Changed(before, after []*workload.Policy) (deny []*workload.Policy, all bool) {
+	had := make(map[*workload.Policy]bool, len(before))
+	for _, p := range before {
+		if p == nil {
+			return nil, true
+		}
+		had[p] = true
+	}
+	for _, p := range after {
+		switch {
+		case p == nil:
+			return nil, true
+		case had[p]:
+			delete(had, p)
+		case p.DryRun:
+		case p.Action == workload.Deny:
+			deny = append(deny, p)
+		default:
+			return nil, true
+		}
+	}
+	for p := range had { // they have gone
+		if !p.DryRun && p.Action != workload.Deny {
+			return nil, true
+		}
+	}
+	return deny, false
+}
+
+// Denied decides by the DENY policies of Changed alone. False: none matches.
+func Denied(deny []*workload.Policy, r *Request) (Verdict, bool) {
+	f := facts{Request: r, principal: r.Peer.Principal()}
+	for _, p := range deny {
+		if f.match(p) {
+			return Verdict{Reason: DenyMatched, Policy: p.Key()}, true
+		}
+	}
+	return Verdict{}, false
+}
+
 // facts are a Request and what is made of it once for all policies.
 type facts struct {
 	*Request
