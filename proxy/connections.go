@@ -357,11 +357,12 @@ func (p *podConnections) decided(s *workload.Snapshot, w *workload.Workload, adm
 	return true
 }
 
-// adopt notes that connections are there which nobody has decided about: the next change of policy does.
-func (p *podConnections) adopt() {
+// adopt notes that connections come which nobody has decided about: the next change of the policies of s does. The pod has no others yet.
+func (p *podConnections) adopt(s *workload.Snapshot, w *workload.Workload) {
 	p.mu.Lock()
-	p.adopted = true
-	p.mu.Unlock()
+	defer p.mu.Unlock()
+	p.adopted, p.workload, p.looked = true, w, s.Generation()
+	p.policies = slices.Collect(authz.Applying(s, w))
 }
 
 // look decides again about the inbound connections if other policies apply than before, and tells those to close that are denied. A

@@ -173,7 +173,7 @@ func (p *Proxy) Adopt(list []CarriedFlow, decide bool) int {
 	if p.cfg.Kernel == nil || self == nil {
 		return 0
 	}
-	p.conns.adopt()
+	p.conns.adopt(state, self)
 	for _, x := range list {
 		facts := p.inboundFacts(state, self, x.Flow)
 		if !x.Inbound {
