@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"container/list"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -21,6 +22,8 @@ type Kernel interface {
 	Destroy(local, remote netip.AddrPort) error
 	// Forget has the next SYN of the flow decided about anew.
 	Forget(f stack.Flow)
+	// GiveUp is Forget for a flow that has not come to be: it does not any more. False: it has already.
+	GiveUp(f stack.Flow, local, remote netip.AddrPort) bool
 	// Remember says that connections of the pod to dst need not be decided about one by one for a while, if the state is still that of
 	// generation then: Generation returns it, before the state is read that the decision rests on. Where nothing is remembered
 	// both do nothing.
@@ -35,21 +38,25 @@ type Kernel interface {
 type handedBack struct {
 	mu    sync.Mutex // guards below
 	flows map[stack.Flow]*carried
-	looks uint64 // at the kernel's sockets
+	fresh list.List // of *carried whose sockets nobody has seen, the oldest first
+	looks uint64    // at the kernel's sockets
 }
 
 // A carried connection is one of handedBack, whose lock guards it.
 type carried struct {
 	*connection
+	flow   stack.Flow
 	next   *carried
-	seen   uint64 // the look that saw its socket last
-	missed int    // looks since then
+	fresh  *list.Element // nil: its socket was seen, or it is not one of handedBack any more
+	seen   uint64        // the look that saw its socket last
+	missed int           // looks since then
 }
 
 func (h *handedBack) add(f stack.Flow, c *connection) *carried {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	k := &carried{connection: c}
+	k := &carried{connection: c, flow: f}
+	k.fresh = h.fresh.PushBack(k)
 	if h.flows == nil {
 		h.flows = make(map[stack.Flow]*carried)
 	}
@@ -80,6 +87,7 @@ func (h *handedBack) remove(f stack.Flow, k *carried) bool {
 		default:
 			delete(h.flows, f)
 		}
+		h.confirm(k)
 		return true
 	}
 	return false
@@ -95,7 +103,56 @@ func (h *handedBack) take(f stack.Flow) (k *carried, last bool) {
 	if h.flows[f] = k.next; k.next == nil {
 		delete(h.flows, f)
 	}
+	h.confirm(k)
 	return k, k.next == nil
+}
+
+// confirm takes k from the fresh ones. mu is held.
+func (h *handedBack) confirm(k *carried) {
+	if k.fresh != nil {
+		h.fresh.Remove(k.fresh)
+		k.fresh = nil
+	}
+}
+
+// oldest takes the oldest fresh one from these, if there is no room for another.
+func (h *handedBack) oldest(limit int) *carried {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.fresh.Len() < limit {
+		return nil
+	}
+	k := h.fresh.Front().Value.(*carried)
+	h.confirm(k)
+	return k
+}
+
+// errUnanswered ends the record of a connection that was given up for a newer one.
+var errUnanswered = fmt.Errorf("%w: unanswered, and given up for a newer attempt", stack.ErrGone)
+
+// boundFresh gives the oldest connection up whose socket nobody has seen, if these are too many: SYNs with forged addresses cost
+// a record each, and only a look at the pod's sockets tells that there is none.
+func (p *Proxy) boundFresh() {
+	k := p.handed.oldest(p.cfg.MaxUnanswered)
+	if k == nil {
+		return
+	}
+	local, remote := k.ends()
+	if p.cfg.Kernel.GiveUp(k.flow, local, remote) && p.handed.remove(k.flow, k) {
+		p.evicted.Add(1)
+		k.Finish(errUnanswered)
+	}
+}
+
+// Evicted counts connections in the kernel that were given up unanswered.
+func (p *Proxy) Evicted() uint64 { return p.evicted.Load() }
+
+// ends are those of the pod's socket.
+func (k *carried) ends() (local, remote netip.AddrPort) {
+	if k.Direction == telemetry.Inbound {
+		return k.flow.Dst, k.flow.Src
+	}
+	return k.flow.Src, k.flow.Dst
 }
 
 func (h *handedBack) has(f stack.Flow, k *carried) bool {
@@ -112,6 +169,7 @@ func (h *handedBack) has(f stack.Flow, k *carried) bool {
 // handBack has the kernel carry a connection from its SYN on. One that it cannot carry gets no answer: its next SYN is another attempt.
 func (p *Proxy) handBack(req stack.TCPRequest, c *connection) (done bool) {
 	f := req.Flow()
+	p.boundFresh()
 	k := p.carry(f, c)
 	err := c.Cause() // of who has closed it meanwhile
 	if err == nil {
@@ -167,14 +225,14 @@ type CarriedFlow struct {
 // Adopt begins the records of connections that the kernel has carried for an earlier process, and returns how many there are: from now on
 // changes of policy reach them, and what policy denies by now is cut. It is called before the pod is served. The pod's own workload has to be
 // known. Unless decide is true, those that are there keep the path that they have until policies change.
-func (p *Proxy) Adopt(list []CarriedFlow, decide bool) int {
+func (p *Proxy) Adopt(flows []CarriedFlow, decide bool) int {
 	state := p.cfg.Store.Snapshot()
 	self := state.Local(p.cfg.Client)
 	if p.cfg.Kernel == nil || self == nil {
 		return 0
 	}
 	p.conns.adopt(state, self)
-	for _, x := range list {
+	for _, x := range flows {
 		facts := p.inboundFacts(state, self, x.Flow)
 		if !x.Inbound {
 			facts = outboundFlow(x.Flow)
@@ -195,7 +253,7 @@ func (p *Proxy) Adopt(list []CarriedFlow, decide bool) int {
 		}
 	}
 	p.conns.all.ring() // who looks at policies may have done so before
-	return len(list)
+	return len(flows)
 }
 
 // carries reports whether the kernel may carry what was decided about an outbound flow: nothing is to be changed in it.
@@ -217,10 +275,7 @@ const (
 // cut resets a connection that the kernel carries. Its end is then told as any other.
 func (p *Proxy) cut(f stack.Flow, k *carried, cause error, again time.Duration) {
 	p.cfg.Kernel.Forget(f)
-	local, remote := f.Src, f.Dst // of the pod's socket
-	if k.Direction == telemetry.Inbound {
-		local, remote = remote, local
-	}
+	local, remote := k.ends()
 	err := p.cfg.Kernel.Destroy(local, remote)
 	finish := func() {
 		if p.handed.remove(f, k) {
@@ -287,9 +342,9 @@ type KernelSocket struct {
 // goneAfter is how many looks in a row do not see the socket of a connection that is over: one may miss a socket that changes.
 const goneAfter = 2
 
-// Look compares the connections that the kernel carries with its sockets, all of which list calls its argument for: it takes over how many bytes
+// Look compares the connections that the kernel carries with its sockets, all of which sockets calls its argument for: it takes over how many bytes
 // were moved, and ends those whose sockets are gone, should nobody have told. It is called now and then.
-func (p *Proxy) Look(list func(f func(KernelSocket)) error) error {
+func (p *Proxy) Look(sockets func(f func(KernelSocket)) error) error {
 	h := &p.handed
 	h.mu.Lock()
 	h.looks++
@@ -299,13 +354,19 @@ func (p *Proxy) Look(list func(f func(KernelSocket)) error) error {
 		return nil
 	}
 	now := p.cfg.Group.Now()
-	err := list(func(s KernelSocket) {
+	err := sockets(func(s KernelSocket) {
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		if k := h.flows[stack.Flow{Proto: stack.TCP, Src: s.Local, Dst: s.Remote}]; k != nil && k.next == nil && k.Direction == telemetry.Outbound {
+			if s.Established {
+				h.confirm(k)
+			}
 			k.see(look, now, s.Established, s.Sent-min(s.Sent, 1), s.Received) // without the SYN
 		}
 		if k := h.flows[stack.Flow{Proto: stack.TCP, Src: s.Remote, Dst: s.Local}]; k != nil && k.next == nil && k.Direction == telemetry.Inbound {
+			if s.Established {
+				h.confirm(k)
+			}
 			k.see(look, now, s.Established, s.Received, s.Sent)
 		}
 	})
@@ -348,6 +409,7 @@ func (p *Proxy) LetGo() {
 	h.mu.Lock()
 	flows := h.flows
 	h.flows = nil
+	h.fresh.Init()
 	h.mu.Unlock()
 	for f, k := range flows {
 		p.cfg.Kernel.Forget(f)

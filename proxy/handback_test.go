@@ -43,6 +43,12 @@ func (k *fakeKernel) Destroy(local, remote netip.AddrPort) error {
 	return nil
 }
 
+func (k *fakeKernel) GiveUp(f stack.Flow, local, remote netip.AddrPort) bool {
+	k.calls = append(k.calls, "give up "+f.String())
+	_, connected := k.sockets[[2]netip.AddrPort{local, remote}]
+	return !connected
+}
+
 func (k *fakeKernel) Generation() uint64 { return k.generation }
 
 func (k *fakeKernel) Remember(dst netip.AddrPort, generation uint64) error {
@@ -373,6 +379,45 @@ func TestAdoptedConnectionsAreDecidedAboutAtTheNextChange(t *testing.T) {
 	b.change(func(m *mesh) { m.more.Policies = all })
 	if n := len(openConns(b)); n != 0 {
 		t.Errorf("%d connections are open after a change, want none", n)
+	}
+	b.LetGo()
+}
+
+// SYNs whose connections never come to be, because their addresses are forged, have a bounded number of records; the oldest go first, and none
+// of those that have a socket.
+func TestUnansweredConnectionsInTheKernelAreBounded(t *testing.T) {
+	const limit = 3
+	k := &fakeKernel{sockets: make(map[[2]netip.AddrPort]stack.Flow)}
+	k.b = newBenchWith(t, newMesh(), func(cfg *Config) { cfg.Kernel, cfg.MaxUnanswered = k, limit })
+	b := k.b
+	var flows []stack.Flow
+	for i := range 8 {
+		r, _ := b.ask(t, fmt.Sprintf("10.9.9.%d:1000", i), "10.244.0.5:80")
+		if flows = append(flows, r.flow); i == 0 {
+			k.connected(r.flow, r.flow.Dst)
+		}
+	}
+	var given []string
+	for _, f := range flows[:5] {
+		given = append(given, "give up "+f.String())
+	}
+	if diff := cmp.Diff(given, k.calls); diff != "" {
+		t.Errorf("calls mismatch (-want +got):\n%s", diff)
+	}
+	open := make(map[netip.AddrPort]bool)
+	for _, c := range openConns(b) {
+		open[c.Src] = true
+	}
+	for i, f := range flows {
+		if want := i == 0 || i >= 5; open[f.Src] != want {
+			t.Errorf("the connection from %v is open: %v, want %v", f.Src, open[f.Src], want)
+		}
+	}
+	if n := b.Evicted(); n != 4 {
+		t.Errorf("%d were given up, want 4", n)
+	}
+	if got, want := b.lines(t), `error="`+errUnanswered.Error()+`"`; strings.Count(got, want) != 4 {
+		t.Errorf("access log %q, want four lines with %q", got, want)
 	}
 	b.LetGo()
 }

@@ -76,8 +76,9 @@ type Config struct {
 
 	HalfClosedTimeout time.Duration // of a connection without bytes of which one side has ended: 1 h; negative: none
 
-	MaxQuestions int           // of the pod without an answer, and connections for them: 512
-	Questions    *stack.Limits // the same for the process; nil: none
+	MaxQuestions  int           // of the pod without an answer, and connections for them: 512
+	MaxUnanswered int           // connections in the kernel whose sockets nobody has seen: 2048 (D27); beyond it the oldest is given up, if it has none
+	Questions     *stack.Limits // the same for the process; nil: none
 }
 
 // A Proxy serves one pod.
@@ -92,6 +93,7 @@ type Proxy struct {
 	questions        atomic.Int64 // in progress
 	questionsRefused atomic.Uint64
 	strays           atomic.Uint64
+	evicted          atomic.Uint64
 	draining         atomic.Bool
 	selfCalls        occasional
 }
@@ -126,6 +128,9 @@ func New(cfg Config) (*Proxy, error) {
 	}
 	if cfg.MaxQuestions == 0 {
 		cfg.MaxQuestions = 512
+	}
+	if cfg.MaxUnanswered == 0 {
+		cfg.MaxUnanswered = 2048
 	}
 	return &Proxy{cfg: cfg, conns: cfg.Connections.of(cfg.Client), classify: Classify}, nil
 }

@@ -191,6 +191,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 			sum.limited += r.limited
 			questions += line.proxy.QuestionsRefused()
 			strays += line.proxy.Strays()
+			sum.evicted += line.proxy.Evicted()
 			in += line.server.Tunnels()
 			out += line.pool.Stats().Tunnels
 		case pending != "":

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -162,6 +163,26 @@ func (s *steerer) ForgetDestinations() { s.node.forgetDestinations() }
 // Forget implements proxy.Kernel.
 func (s *steerer) Forget(f stack.Flow) { s.stack.Ended(f) }
 
+// GiveUp implements proxy.Kernel. Of an inbound connection the kernel forgets the SYN, unless it answers without remembering (SYN cookies).
+func (s *steerer) GiveUp(f stack.Flow, local, remote netip.AddrPort) bool {
+	i, err := s.device.SocketOf(local, remote)
+	switch {
+	case err == nil && !isOpening(i.State), err != nil && !errors.Is(err, os.ErrNotExist):
+		return false
+	case err == nil && s.inbound(f):
+		_ = s.device.DestroySocket(local, remote) // it may have come to be meanwhile, or be gone
+	}
+	s.device.Unsteer(f.Src, f.Dst)
+	s.stack.Ended(f)
+	return true
+}
+
+// isOpening reports whether a socket's SYN, or its answer to one, was not answered yet.
+func isOpening(state uint8) bool {
+	const newSynRecv = 12 // TCP_NEW_SYN_RECV, include/net/tcp_states.h
+	return state == unix.BPF_TCP_SYN_SENT || state == unix.BPF_TCP_SYN_RECV || state == newSynRecv
+}
+
 // adopt begins the records of what the kernel has carried for an earlier process.
 // Its counts are those of before, so that nothing is counted twice. What was there before the capture keeps the path that it has.
 func (s *steerer) adopt(p *proxy.Proxy) (int, error) {
@@ -190,7 +211,7 @@ func (s *steerer) sockets(f func(proxy.KernelSocket)) error {
 			return
 		}
 		f(proxy.KernelSocket{
-			Local: local, Remote: remote, Established: i.State != unix.BPF_TCP_SYN_SENT && i.State != unix.BPF_TCP_SYN_RECV,
+			Local: local, Remote: remote, Established: !isOpening(i.State),
 			Received: i.BytesReceived, Sent: i.BytesAcked,
 		})
 	})
