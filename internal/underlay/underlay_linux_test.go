@@ -556,6 +556,37 @@ func TestNetnsDeliverIsFromTheClientsAddress(t *testing.T) {
 	s.Close()
 }
 
+// Without the privilege to speak from another's address the check says so, and what it takes; with it, or with half of it, nothing.
+func TestNetnsTransparencyIsChecked(t *testing.T) {
+	u := newUnderlay(t)
+	const admin, raw = 1 << unix.CAP_NET_ADMIN, 1 << unix.CAP_NET_RAW
+	check := func(without uint32) (err error) {
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			runtime.LockOSThread() // the thread ends with the goroutine
+			head := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+			var caps [2]unix.CapUserData
+			if err = unix.Capget(&head, &caps[0]); err != nil {
+				return
+			}
+			caps[0].Effective &^= without
+			if err = unix.Capset(&head, &caps[0]); err == nil {
+				err = u.CheckTransparent()
+			}
+		}()
+		<-done
+		return err
+	}
+	for without, want := range map[uint32]bool{0: true, admin: true, raw: true, admin | raw: false} {
+		if err := check(without); (err == nil) != want {
+			t.Errorf("without capabilities %#x: %v, want it allowed: %v", without, err, want)
+		} else if !want && (!errors.Is(err, unix.EPERM) || !strings.Contains(err.Error(), "needs CAP_NET_ADMIN or CAP_NET_RAW")) {
+			t.Errorf("without capabilities %#x: %v, want EPERM and what it takes", without, err)
+		}
+	}
+}
+
 func TestNetnsExchange(t *testing.T) {
 	u := newUnderlay(t)
 	fd, err := u.cfg.Netns.Socket(unix.AF_INET, unix.SOCK_DGRAM, unix.IPPROTO_UDP)
