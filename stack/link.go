@@ -65,9 +65,9 @@ func (l *link) deliver(v6 bool, hdr, rest []byte, view *buffer.View) {
 		return
 	}
 	var b buffer.Buffer
-	_ = b.Append(buffer.NewViewWithData(hdr)) // never fails
+	_ = b.Append(fullView(hdr)) // never fails
 	if len(rest) > 0 {
-		_ = b.Append(buffer.NewViewWithData(rest))
+		_ = b.Append(fullView(rest))
 	}
 	if view != nil {
 		_ = b.Append(view)
@@ -79,6 +79,18 @@ func (l *link) deliver(v6 bool, hdr, rest []byte, view *buffer.View) {
 		d.DeliverNetworkPacket(header.IPv4ProtocolNumber, pkt)
 	}
 	pkt.DecRef()
+}
+
+// fullView is a view of a copy of p at the end of its memory. In room behind it Buffer.Append would put the first bytes of the payload: 12 behind
+// the headers of a segment with timestamps, which then were two writes to the socket, and two segments, for each one read (a fifth
+// of the throughput, measured).
+func fullView(p []byte) *buffer.View {
+	v := buffer.NewView(len(p))
+	n := v.AvailableSize()
+	v.Grow(n)
+	v.TrimFront(n - len(p))
+	copy(v.AsSlice(), p)
+	return v
 }
 
 // WritePacket implements stack.QueueingDiscipline: it writes the packet with one system call, straight from its buffers. What the
