@@ -18,10 +18,11 @@ type Route uint8
 
 // The routes. The zero value refuses the flow.
 const (
-	Refuse      Route = iota // Decision.Err says why
-	Passthrough              // plain TCP to NextHop
-	OverHBONE                // a stream to Target through NextHop
-	DoubleHBONE              // a stream to Host on another network, within a stream to its gateway at NextHop
+	Refuse       Route = iota // Decision.Err says why
+	Passthrough               // plain TCP to NextHop
+	OverHBONE                 // a stream to Target through NextHop
+	DoubleHBONE               // a stream to Host on another network, within a stream to its gateway at NextHop
+	AnsweredHere              // by the DNS proxy: nothing is connected to
 )
 
 func (r Route) String() string {
@@ -32,6 +33,8 @@ func (r Route) String() string {
 		return "HBONE"
 	case DoubleHBONE:
 		return "double HBONE"
+	case AnsweredHere:
+		return "DNS"
 	}
 	return "refused"
 }
@@ -126,8 +129,11 @@ type Query struct {
 //
 // The destination is resolved once: a service by its virtual address, else a workload, else unknown, which passes through. What
 // is addressed to a service goes through the service's waypoint, if it has one, what is addressed to a workload through the
-// workload's; the source's own waypoint plays no part.
+// workload's; the source's own waypoint plays no part. Questions are answered here whatever is at the address.
 func Classify(s *workload.Snapshot, q *Query) Decision {
+	if IsQuestion(q.Target) {
+		return Decision{Route: AnsweredHere}
+	}
 	if illegalPort(q.Target.Port()) && (q.Target.Addr().IsLoopback() || slices.Contains(q.Source.Addresses, q.Target.Addr())) {
 		return refuse(errSelfCall)
 	}

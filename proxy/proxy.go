@@ -133,6 +133,9 @@ func New(cfg Config) (*Proxy, error) {
 // dnsPort is where questions go.
 const dnsPort = 53
 
+// IsQuestion reports whether what a pod sends to an address, over TCP or UDP, is for the DNS proxy.
+func IsQuestion(dst netip.AddrPort) bool { return dst.Port() == dnsPort }
+
 // ServeTCP implements stack.Handler: it tells who opened the flow, the pod or somebody else, and gives it back to the kernel at once, if
 // that may carry it, or goes on in a set-up of its own. A flow between others, which a neighbour on the link may send our way, is
 // refused: it would get the pod's identity.
@@ -147,7 +150,7 @@ func (p *Proxy) ServeTCP(ctx context.Context, req stack.TCPRequest) {
 		p.strays.Add(1)
 		req.Reset()
 		return
-	case f.Dst.Port() == dnsPort:
+	case IsQuestion(f.Dst):
 		serve = p.serveDNSStream
 	default:
 		serve, atOnce = p.outbound, p.outboundAtOnce

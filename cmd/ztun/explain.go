@@ -23,8 +23,8 @@ import (
 
 // explainFlags are the flags of ztun explain.
 type explainFlags struct {
-	from, to, state, admin, network    string
-	inbound, matrix, plaintext, netSet bool
+	from, to, state, admin, network         string
+	inbound, matrix, plaintext, udp, netSet bool
 }
 
 func newExplain() *cobra.Command {
@@ -49,6 +49,7 @@ The state is that of a running ztun (--admin), or of a file (--state): a mesh st
 	fs.StringVar(&f.to, "to", "", "destination: ADDRESS:PORT, HOSTNAME:PORT of a service, or NAMESPACE/NAME:PORT of a workload")
 	fs.BoolVar(&f.inbound, "inbound", false, "what the destination's policies say, each of them")
 	fs.BoolVar(&f.plaintext, "plaintext", false, "with --inbound: the source has no identity")
+	fs.BoolVar(&f.udp, "udp", false, "the source sends UDP, of which only DNS is captured")
 	fs.BoolVar(&f.matrix, "matrix", false, "a line for each flow from each workload, or from --from, to each port of each service; with --inbound for each identity of the mesh and each port of the workload --to")
 	fs.StringVar(&f.state, "state", "", "`FILE` with the state, in place of a running ztun")
 	fs.StringVar(&f.admin, "admin", "127.0.0.1:15000", "`ADDRESS` of the admin port of a running ztun")
@@ -70,6 +71,8 @@ func (f *explainFlags) run(ctx context.Context, o output, w io.Writer) error {
 		return usagef("ztun explain: want --from and --to, or --matrix")
 	case f.plaintext && !f.inbound:
 		return usagef("ztun explain: --plaintext goes with --inbound only")
+	case f.udp && (f.inbound || f.matrix):
+		return usagef("ztun explain: --udp goes with --from and --to only")
 	}
 	m, err := f.mesh(ctx)
 	if err != nil {
@@ -111,7 +114,10 @@ func (f *explainFlags) ask(m explain.Mesh) (r explain.Report, err error) {
 	if err != nil {
 		return r, fmt.Errorf("--to: %w", err)
 	}
-	if !f.inbound {
+	switch {
+	case f.udp:
+		return m.UDP(from, to), nil
+	case !f.inbound:
 		return m.Outbound(from, to), nil
 	}
 	at := m.State.WorkloadAt(m.Network, to.Addr())

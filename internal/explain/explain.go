@@ -28,6 +28,7 @@ type Report struct {
 	From        string   `json:"from"` // namespace/name, or the address of a source that is no workload
 	FromAddress string   `json:"fromAddress,omitempty"`
 	To          string   `json:"to"`
+	UDP         bool     `json:"udp,omitempty"`
 	Inbound     bool     `json:"inbound,omitempty"`
 	Destination string   `json:"destination,omitempty"` // what the address is
 	Match       string   `json:"match,omitempty"`       // how it was found
@@ -40,7 +41,7 @@ type Report struct {
 	Pools       []Pool   `json:"pools,omitempty"`           // services that an endpoint was picked from
 	Endpoints   []Choice `json:"endpoints,omitempty"`       // of them
 	Waypoints   []Branch `json:"waypoints,omitempty"`       // if there are several by weight; the rest is about the heaviest
-	Route       string   `json:"route,omitempty"`           // passthrough, HBONE or refused
+	Route       string   `json:"route,omitempty"`           // a proxy.Route, plaintext (inbound), or not captured
 	Chosen      string   `json:"chosen,omitempty"`          // one of those that can be
 	Address     string   `json:"chosenAddress,omitempty"`
 	TargetPort  uint16   `json:"targetPort,omitempty"`
@@ -184,7 +185,24 @@ func AddressOf(w *workload.Workload) netip.Addr {
 
 func nameOf(w *workload.Workload) string { return w.Namespace + "/" + w.Name }
 
-// Outbound tells what becomes of a flow that a workload opens.
+// notCaptured is the route of what no packet comes to ztun of.
+const notCaptured = "not captured"
+
+// UDP tells what becomes of datagrams that a workload sends: questions are answered, nothing else is captured.
+func (m Mesh) UDP(from *workload.Workload, to netip.AddrPort) Report {
+	r := Report{From: nameOf(from), FromAddress: AddressOf(from).String(), To: to.String(), UDP: true, Route: notCaptured}
+	if proxy.IsQuestion(to) && !staysInPod(from, to) {
+		r.Route = proxy.AnsweredHere.String()
+	}
+	return r
+}
+
+// staysInPod reports whether the kernel of a pod delivers to an address by itself.
+func staysInPod(from *workload.Workload, to netip.AddrPort) bool {
+	return to.Addr().IsLoopback() || slices.Contains(from.Addresses, to.Addr())
+}
+
+// Outbound tells what becomes of a TCP flow that a workload opens.
 func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 	var trace proxy.Trace
 	q := proxy.Query{Source: from, From: AddressOf(from), Target: to, Network: m.Network, Trace: &trace}
@@ -192,6 +210,12 @@ func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 	q.Rand = heaviest
 	d := proxy.Classify(m.State, &q)
 	r := Report{From: nameOf(from), FromAddress: q.From.String(), To: to.String(), Route: d.Route.String(), Waypoints: branches}
+	switch {
+	case staysInPod(from, to) && d.Err == nil:
+		return Report{From: r.From, FromAddress: r.FromAddress, To: r.To, Route: notCaptured}
+	case d.Route == proxy.AnsweredHere:
+		return r
+	}
 	m.describe(&r, from, to, &trace)
 	if trace.Waypoint != nil {
 		r.Waypoint, r.SkipsIt = trace.Waypoint.String(), trace.FromWaypoint
@@ -254,7 +278,7 @@ func (m Mesh) describe(r *Report, from *workload.Workload, to netip.AddrPort, tr
 // several. The numbers are those that the choice by weight is made with.
 func (m Mesh) branches(q proxy.Query) (list []Branch, heaviest uint64) {
 	v := m.State.ServiceAt(m.Network, q.Target.Addr(), q.Source.Namespace)
-	if v == nil || len(v.WeightedWaypoints) < 2 {
+	if v == nil || len(v.WeightedWaypoints) < 2 || proxy.IsQuestion(q.Target) {
 		return nil, 0
 	}
 	var sum, at uint64
@@ -462,6 +486,8 @@ func (r *Report) Outcome() string {
 		return "by waypoint " + strings.Join(names, " or ")
 	case r.Waypoint != "" && !r.SkipsIt:
 		return "HBONE by waypoint " + r.Waypoint
+	case r.Route == proxy.AnsweredHere.String():
+		return "DNS, answered here"
 	}
 	return r.Route
 }
