@@ -162,17 +162,18 @@ func outboundFacts(f telemetry.Facts, self *workload.Workload, d *Decision) tele
 	}
 	switch d.Route {
 	case OverHBONE:
-		f.Protocol, f.HBONEAddr = telemetry.HBONE, d.Authority()
-		f.SrcIdentity, f.DstIdentity = self.Identity(), d.Destination.Identity()
-	case DoubleHBONE:
-		// The gateway knows who is beyond it; until it has told, nobody is.
-		f.Protocol, f.HBONEAddr = telemetry.DoubleHBONE, d.Authority()
-		f.SrcIdentity, f.Destination = self.Identity(), nil
+		f.Protocol = telemetry.HBONE
+	case DoubleHBONE: // to the gateway, until it has told who is beyond it: see learn
+		f.Protocol = telemetry.DoubleHBONE
+	default:
+		return f
 	}
+	f.HBONEAddr = d.Authority()
+	f.SrcIdentity, f.DstIdentity = self.Identity(), d.Destination.Identity()
 	return f
 }
 
-// learn adds who a stream through a gateway has come to: what he proved, and what he says of his workload.
+// learn puts who a stream through a gateway has come to in the place of the gateway: what he proved, and what he says of his workload.
 func learn(f *telemetry.Facts, upstream loop.Conn) {
 	s, ok := upstream.(hbone.Stream)
 	if !ok {
