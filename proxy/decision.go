@@ -115,14 +115,15 @@ func refuse(err error) Decision { return Decision{Err: err} }
 
 // A Query is what Classify decides by.
 type Query struct {
-	Source  *workload.Workload // the pod; never looked up by address
-	From    netip.Addr         // the application's address
-	Target  netip.AddrPort     // as the application addressed it
-	Network string             // of this node
-	Exclude []*workload.Workload
-	Rand    uint64  // chooses among endpoints
-	Tables  *Tables // of the same source and snapshot, for picks of an endpoint; nil: none
-	Trace   *Trace  // is told of each step; nil on the data path
+	Source  *workload.Workload   // the pod; never looked up by address
+	From    netip.Addr           // the application's address
+	Target  netip.AddrPort       // as the application addressed it
+	Network string               // of this node
+	Exclude []*workload.Workload // endpoints that are not picked
+	Avoid   []*workload.Workload // endpoints that are not picked while they are no more than half of those that could be
+	Rand    uint64               // chooses among endpoints
+	Tables  *Tables              // of the same source and snapshot, for picks of an endpoint; nil: none
+	Trace   *Trace               // is told of each step; nil on the data path
 }
 
 // Classify decides about an outbound flow. It is a pure function of its arguments.

@@ -39,7 +39,10 @@ func outboundFlow(f stack.Flow) telemetry.Facts {
 }
 
 func (p *Proxy) query(self *workload.Workload, state *workload.Snapshot, f stack.Flow) Query {
-	return Query{Source: self, From: f.Src.Addr(), Target: f.Dst, Network: p.cfg.Network, Rand: p.cfg.Rand(), Tables: p.tablesFor(self, state)}
+	return Query{
+		Source: self, From: f.Src.Addr(), Target: f.Dst, Network: p.cfg.Network, Rand: p.cfg.Rand(), Tables: p.tablesFor(self, state),
+		Avoid: p.failures.avoided(p.cfg.Group.Now()),
+	}
 }
 
 // outbound is the set-up of a flow that the pod opened.
@@ -107,11 +110,16 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 		}
 		times.opened(conn, upstream, p.cfg.Group.Now())
 		if err == nil {
+			p.failures.worked(d.Destination)
 			p.establish(ctx, req, upstream, conn)
 			return
 		}
 		failed = err
-		if ctx.Err() != nil || d.Route == DoubleHBONE || d.Service == nil || d.Destination == nil || !tryAnother(err) {
+		others := ctx.Err() == nil && d.Service != nil && d.Destination != nil && tryAnother(err)
+		if others && p.cfg.AvoidFailed && blames(err) {
+			p.failures.failed(d.Destination, p.cfg.Group.Now())
+		}
+		if !others || d.Route == DoubleHBONE {
 			break
 		}
 		q.Exclude = append(q.Exclude, d.Destination)

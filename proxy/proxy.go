@@ -70,6 +70,7 @@ type Config struct {
 	DNSTimeout     time.Duration // of one question: 10 s
 
 	LogPolicyAtInfo       bool // decisions of policies, not at debug
+	AvoidFailed           bool // endpoints that could not be connected to are passed over for a while
 	OwnSource             bool // applications see the pod itself as their client: plaintext passes through here
 	NoBaggage             bool // neither say who answers nor heed what peers say of themselves
 	AppTunnelOnPodAddress bool // application tunnels listen on the pod's address, not on its loopback address
@@ -86,8 +87,9 @@ type Proxy struct {
 	conns    *podConnections
 	classify func(*workload.Snapshot, *Query) Decision // Classify, but in tests
 
-	tables atomic.Pointer[sourceTables]
-	handed handedBack
+	tables   atomic.Pointer[sourceTables]
+	failures failures
+	handed   handedBack
 
 	questions        atomic.Int64 // in progress
 	questionsRefused atomic.Uint64
