@@ -175,12 +175,22 @@ func (m Mesh) Target(text, namespace string, like netip.Addr) (netip.AddrPort, e
 	return netip.AddrPortFrom(addrs[0], port.Port()), nil
 }
 
-// AddressOf is the address that a workload is asked about with: its first, or none.
-func AddressOf(w *workload.Workload) netip.Addr {
+// addressOf is the address that a workload is asked about with: its first, or none.
+func addressOf(w *workload.Workload) netip.Addr {
 	if len(w.Addresses) == 0 {
 		return netip.IPv4Unspecified()
 	}
 	return w.Addresses[0]
+}
+
+// addressLike is that of the family of another, if the workload has one: what it is seen to come from by who is at the other.
+func addressLike(w *workload.Workload, other netip.Addr) netip.Addr {
+	for _, a := range w.Addresses {
+		if other.IsValid() && a.Is4() == other.Is4() {
+			return a
+		}
+	}
+	return addressOf(w)
 }
 
 func nameOf(w *workload.Workload) string { return w.Namespace + "/" + w.Name }
@@ -190,7 +200,7 @@ const notCaptured = "not captured"
 
 // UDP tells what becomes of datagrams that a workload sends: questions are answered, nothing else is captured.
 func (m Mesh) UDP(from *workload.Workload, to netip.AddrPort) Report {
-	r := Report{From: nameOf(from), FromAddress: AddressOf(from).String(), To: to.String(), UDP: true, Route: notCaptured}
+	r := Report{From: nameOf(from), FromAddress: addressLike(from, to.Addr()).String(), To: to.String(), UDP: true, Route: notCaptured}
 	if proxy.IsQuestion(to) && !staysInPod(from, to) {
 		r.Route = proxy.AnsweredHere.String()
 	}
@@ -205,7 +215,7 @@ func staysInPod(from *workload.Workload, to netip.AddrPort) bool {
 // Outbound tells what becomes of a TCP flow that a workload opens.
 func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 	var trace proxy.Trace
-	q := proxy.Query{Source: from, From: AddressOf(from), Target: to, Network: m.Network, Trace: &trace}
+	q := proxy.Query{Source: from, From: addressLike(from, to.Addr()), Target: to, Network: m.Network, Trace: &trace}
 	branches, heaviest := m.branches(q)
 	q.Rand = heaviest
 	d := proxy.Classify(m.State, &q)
@@ -338,23 +348,36 @@ func (m Mesh) remote(r *Report, from *workload.Workload, d *proxy.Decision, wayp
 	if d.Route != proxy.OverHBONE {
 		return // it is outside the mesh: nobody asks
 	}
-	m.judge(r, &authz.Request{Source: netip.AddrPortFrom(AddressOf(from), 0), Peer: from.Identity(), Destination: d.Target, Workload: d.Destination})
+	source := addressLike(from, d.NextHop.Addr()) // that of the tunnel
+	m.judge(r, authz.Request{Source: netip.AddrPortFrom(source, 0), Peer: from.Identity(), Destination: d.Target, Workload: d.Destination})
 }
 
-// Inbound tells what policy says of a connection to a workload: over HBONE with the identity of from, or in plaintext from an address.
-func (m Mesh) Inbound(from *workload.Workload, source netip.Addr, to *workload.Workload, port uint16) Report {
-	r := Report{From: source.String(), To: netip.AddrPortFrom(AddressOf(to), port).String(), Inbound: true, Destination: "workload " + nameOf(to), Route: "plaintext"}
-	req := authz.Request{Source: netip.AddrPortFrom(source, 0), Destination: netip.AddrPortFrom(AddressOf(to), port), Workload: to}
+// Inbound tells what policy says of a connection to an address of a workload: over HBONE with the identity of from, or in plaintext from
+// an address.
+func (m Mesh) Inbound(from *workload.Workload, source netip.Addr, to *workload.Workload, at netip.AddrPort) Report {
+	r := Report{From: source.String(), To: at.String(), Inbound: true, Destination: "workload " + nameOf(to), Route: "plaintext"}
+	req := authz.Request{Source: netip.AddrPortFrom(source, 0), Destination: at, Workload: to}
 	if from != nil {
-		r.From, r.FromAddress, r.Route, req.Peer = nameOf(from), source.String(), "HBONE", from.Identity()
+		r.From, r.FromAddress, r.Route, req.Peer = nameOf(from), source.String(), proxy.OverHBONE.String(), from.Identity()
 	}
-	m.judge(&r, &req)
+	m.judge(&r, req)
 	return r
 }
 
-func (m Mesh) judge(r *Report, req *authz.Request) {
-	req.IgnoreMissing = m.AllowUnknown
-	v, considered := authz.Explain(m.State, req)
+// judge says what the node of the destination decides about a connection, which has come over HBONE if it has a peer.
+func (m Mesh) judge(r *Report, req authz.Request) {
+	port, err := req.Destination.Port(), error(nil)
+	if req.Peer.IsZero() {
+		err = proxy.CheckPort(port)
+	} else {
+		port, err = proxy.ApplicationPort(req.Workload, port)
+	}
+	if err != nil {
+		r.Verdict, r.Allowed = err.Error(), new(bool)
+		return
+	}
+	req.Destination, req.IgnoreMissing = netip.AddrPortFrom(req.Destination.Addr(), port), m.AllowUnknown
+	v, considered := authz.Explain(m.State, &req)
 	r.Verdict, r.Allowed = v.String(), &v.Allowed
 	for _, c := range considered {
 		p := Policy{Key: c.Key, Missing: c.Policy == nil, Matched: c.Matched, Rule: c.Group, Failed: c.Failed}
@@ -485,7 +508,7 @@ func (r *Report) Outcome() string {
 		}
 		return "by waypoint " + strings.Join(names, " or ")
 	case r.Waypoint != "" && !r.SkipsIt:
-		return "HBONE by waypoint " + r.Waypoint
+		return r.Route + " by waypoint " + r.Waypoint
 	case r.Route == proxy.AnsweredHere.String():
 		return "DNS, answered here"
 	}
@@ -537,7 +560,7 @@ func (m Mesh) InboundMatrix(to *workload.Workload, further ...uint16) (grants []
 	ports := m.portsAt(to, further)
 	ask := func(from *workload.Workload, source netip.Addr, name string) {
 		for _, p := range ports {
-			r := m.Inbound(from, source, to, p)
+			r := m.Inbound(from, source, to, netip.AddrPortFrom(addressOf(to), p))
 			g := Grant{From: name, Port: p, Allowed: *r.Allowed, Verdict: r.Verdict}
 			for _, pol := range r.Policies {
 				if pol.Matched && strings.HasSuffix(r.Verdict, ": "+pol.Key) {
@@ -551,7 +574,7 @@ func (m Mesh) InboundMatrix(to *workload.Workload, further ...uint16) (grants []
 	for _, w := range m.State.State().Workloads {
 		if id := w.Identity(); !seen[id] {
 			seen[id] = true
-			ask(w, AddressOf(w), id.String())
+			ask(w, addressLike(w, addressOf(to)), id.String())
 		}
 	}
 	slices.SortStableFunc(grants, func(a, b Grant) int { return strings.Compare(a.From, b.From) })

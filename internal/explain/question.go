@@ -43,20 +43,19 @@ func ParseQuery(v url.Values) Question {
 // Ask answers a question. Errors begin with from: or to: and say what the state does not have.
 func (m Mesh) Ask(q Question) (r Report, err error) {
 	from, err := m.Find(q.From)
-	source := netip.Addr{}
-	switch a, perr := netip.ParseAddr(q.From); {
-	case q.Inbound && perr == nil:
-		source = a.Unmap()
-	case err != nil:
+	address, perr := netip.ParseAddr(q.From)
+	anybody := q.Inbound && perr == nil // the address need not be a workload's
+	if err != nil && !anybody {
 		return r, fmt.Errorf("from: %w", err)
-	default:
-		source = AddressOf(from)
 	}
-	namespace := ""
+	like, namespace := address.Unmap(), ""
 	if from != nil {
 		namespace = from.Namespace
+		if !anybody {
+			like = addressOf(from)
+		}
 	}
-	to, err := m.Target(q.To, namespace, source)
+	to, err := m.Target(q.To, namespace, like)
 	if err != nil {
 		return r, fmt.Errorf("to: %w", err)
 	}
@@ -70,8 +69,12 @@ func (m Mesh) Ask(q Question) (r Report, err error) {
 	if at == nil {
 		return r, fmt.Errorf("to: no workload has the address %s in network %q: policy is asked by the workload, not by the service", to.Addr(), m.Network)
 	}
+	source := like
+	if !anybody {
+		source = addressLike(from, to.Addr())
+	}
 	if q.Plaintext {
 		from = nil
 	}
-	return m.Inbound(from, source, at, to.Port()), nil
+	return m.Inbound(from, source, at, to), nil
 }
