@@ -48,6 +48,9 @@ func (f *failures) avoided(now time.Time) (list []*workload.Workload) {
 	return list
 }
 
+// Avoided lists the endpoints that are passed over now because they failed.
+func (p *Proxy) Avoided() []*workload.Workload { return p.failures.avoided(p.cfg.Group.Now()) }
+
 // failed notes that an endpoint has failed. What is told of one that is avoided already was begun before.
 func (f *failures) failed(w *workload.Workload, now time.Time) {
 	f.mu.Lock()

@@ -167,6 +167,32 @@ func TestFailuresAreBounded(t *testing.T) {
 	}
 }
 
+// A trace tells who is passed over, and only where somebody is.
+func TestTraceTellsWhoIsAvoided(t *testing.T) {
+	m := newMesh()
+	second := pod0("second", "10.244.1.8")
+	second.Services[webKey] = nil
+	m.more.Workloads = append(m.more.Workloads, second)
+	for _, tt := range []struct {
+		avoid []*workload.Workload
+		want  string
+	}{
+		{nil, "second: candidate, server: candidate"},
+		{[]*workload.Workload{m.server}, "second: candidate, server: failed a moment ago, and is passed over for a while"},
+		{[]*workload.Workload{m.server, second}, "second: candidate, server: candidate"},
+	} {
+		var trace Trace
+		Classify(m.snapshot(), &Query{Source: m.client, Target: netip.MustParseAddrPort("10.96.0.10:80"), Avoid: tt.avoid, Trace: &trace})
+		var list []string
+		for _, e := range trace.Endpoints {
+			list = append(list, fmt.Sprintf("%s: %v", e.Workload.Name, e.Why))
+		}
+		if got := strings.Join(list, ", "); got != tt.want {
+			t.Errorf("%d are avoided: %s, want %s", len(tt.avoid), got, tt.want)
+		}
+	}
+}
+
 // What is left is chosen among by capacity, with a table and without.
 func TestAvoidingKeepsTheWeights(t *testing.T) {
 	endpoints := []*workload.Workload{pod0("a", "10.0.0.1"), pod0("b", "10.0.0.2"), pod0("c", "10.0.0.3")}

@@ -41,7 +41,7 @@ func outboundFlow(f stack.Flow) telemetry.Facts {
 func (p *Proxy) query(self *workload.Workload, state *workload.Snapshot, f stack.Flow) Query {
 	return Query{
 		Source: self, From: f.Src.Addr(), Target: f.Dst, Network: p.cfg.Network, Rand: p.cfg.Rand(), Tables: p.tablesFor(self, state),
-		Avoid: p.failures.avoided(p.cfg.Group.Now()),
+		Avoid: p.Avoided(),
 	}
 }
 

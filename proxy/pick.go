@@ -21,6 +21,10 @@ func pick(s *workload.Snapshot, q *Query, v *workload.Service, port uint16, wayp
 	}
 	var best int
 	var d draw
+	told := 0
+	if q.Trace != nil {
+		told = len(q.Trace.Endpoints)
+	}
 	eachCandidate(s, q, k, func(e endpoint, rank int) {
 		if d.n > 0 && rank < best {
 			return
@@ -30,6 +34,9 @@ func pick(s *workload.Snapshot, q *Query, v *workload.Service, port uint16, wayp
 		}
 		d.enter(e)
 	})
+	if q.Trace != nil && d.avoids() {
+		q.Trace.avoid(told, q.Avoid)
+	}
 	return d.winner(), d.n > 0
 }
 
@@ -49,6 +56,9 @@ func newDraw(random uint64, avoid []*workload.Workload) draw {
 	return draw{random: random, avoid: avoid}
 }
 
+// avoids reports whether some are left out.
+func (d *draw) avoids() bool { return d.avoided > 0 && 2*d.avoided <= d.n }
+
 func (d *draw) enter(e endpoint) {
 	d.n++
 	d.random = mix(d.random)
@@ -64,10 +74,10 @@ func (d *draw) enter(e endpoint) {
 }
 
 func (d *draw) winner() endpoint {
-	if 2*d.avoided > d.n {
-		return d.all.chosen
+	if d.avoids() {
+		return d.rest.chosen
 	}
-	return d.rest.chosen
+	return d.all.chosen
 }
 
 // eachCandidate calls yield for each endpoint that can be picked, with its rank, and tells the trace of all.

@@ -114,10 +114,10 @@ func (t *table) pick(random uint64, avoid []*workload.Workload) (endpoint, bool)
 	for i := range t.columns {
 		d.enter(t.columns[i].endpoint)
 	}
-	if 2*d.avoided > d.n {
-		return c.endpoint, true
+	if d.avoids() {
+		return d.winner(), true
 	}
-	return d.winner(), true
+	return c.endpoint, true
 }
 
 // sourceTables are the Tables of a source and snapshot.

@@ -20,7 +20,8 @@ type Mesh struct {
 	State   *workload.Snapshot
 	Network string // of the node that the source is on
 
-	AllowUnknown bool // policies that have not arrived are left out (ZTUN_UNKNOWN_POLICY=allow)
+	Avoid        []*workload.Workload // endpoints that failed for the source a moment ago
+	AllowUnknown bool                 // policies that have not arrived are left out (ZTUN_UNKNOWN_POLICY=allow)
 }
 
 // A Report is what becomes of one flow. Its JSON form is stable: keys only get added.
@@ -215,7 +216,7 @@ func staysInPod(from *workload.Workload, to netip.AddrPort) bool {
 // Outbound tells what becomes of a TCP flow that a workload opens.
 func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 	var trace proxy.Trace
-	q := proxy.Query{Source: from, From: addressLike(from, to.Addr()), Target: to, Network: m.Network, Trace: &trace}
+	q := proxy.Query{Source: from, From: addressLike(from, to.Addr()), Target: to, Network: m.Network, Avoid: m.Avoid, Trace: &trace}
 	branches, heaviest := m.branches(q)
 	q.Rand = heaviest
 	d := proxy.Classify(m.State, &q)
