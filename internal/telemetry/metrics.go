@@ -14,8 +14,8 @@ import (
 // forgetAfter is how long the series of workloads that are gone stay: the longest usual interval of scrapes is a minute.
 const forgetAfter = 5 * time.Minute
 
-// forgetUnrecordedAfter is how long a series stays that is about somebody of whom there is no record, so that nobody tells when he is gone. It
-// is longer because he may come back, and what is counted then begins at zero again. Where there is no room for others it is forgetAfter.
+// forgetUnrecordedAfter is how long a series stays that is about a peer without a record, so that nobody tells when it is gone. It is longer
+// because the peer may come back, and what is counted then begins at zero again. Where there is no room for others it is forgetAfter.
 const forgetUnrecordedAfter = time.Hour
 
 // A labelSet are the values of labelNames. That of the flags is set where the metric is written.
@@ -183,14 +183,14 @@ func (m *metrics) values(s *series, f Flag) []string {
 }
 
 // of is the series of a connection that opens; it counts it.
-func (m *metrics) of(labels *labelSet, of sides, now time.Time, state *workload.Snapshot) *series {
+func (m *metrics) of(labels *labelSet, about sides, now time.Time, state *workload.Snapshot) *series {
 	s := m.series[*labels]
 	if s == nil {
 		if len(m.series) >= m.limit {
 			m.makeRoom(now, state)
 		}
 		if len(m.series) >= m.limit {
-			labels, of = labels.others(), sides{}
+			labels, about = labels.others(), sides{}
 			s = m.series[*labels]
 		}
 		if s == nil {
@@ -200,7 +200,7 @@ func (m *metrics) of(labels *labelSet, of sides, now time.Time, state *workload.
 	}
 	s.open++
 	s.opened++
-	s.sides = of
+	s.sides = about
 	return s
 }
 
@@ -259,7 +259,7 @@ func reporter(d Direction) string {
 const unknown = "unknown"
 
 // labels are the labels of a connection. What is dropped is the same for all.
-func (f *Facts) labels(keep []int) (l labelSet, of sides) {
+func (f *Facts) labels(keep []int) (l labelSet, about sides) {
 	l[labelReporter] = reporter(f.Direction)
 	l[labelProtocol], l[labelFlags], l[labelSecurity] = "tcp", FlagNone.String(), unknown
 	if f.Protocol != TCP {
@@ -287,9 +287,9 @@ func (f *Facts) labels(keep []int) (l labelSet, of sides) {
 			l[i] = unknown
 		}
 	}
-	of.add(0, f.source(), source)
-	of.add(1, f.Destination, destination)
-	return l, of
+	about.add(0, f.source(), source)
+	about.add(1, f.Destination, destination)
+	return l, about
 }
 
 // source is the workload that opened the connection, as far as it is known.
@@ -354,7 +354,7 @@ type lookups struct {
 func (r *Recorder) OnDemandDNS(source, endpoint *workload.Workload) {
 	var all labelSet
 	all.side(labelSource, labelLocality, source, source.Identity())
-	l, of := dnsLabels{hostname: endpoint.Hostname}, sides{uids: [2]string{source.UID, endpoint.UID}}
+	l, about := dnsLabels{hostname: endpoint.Hostname}, sides{uids: [2]string{source.UID, endpoint.UID}}
 	for _, i := range r.metrics.dnsIn {
 		l.source[i-labelSource] = cmp.Or(all[i], unknown)
 	}
@@ -368,7 +368,7 @@ func (r *Recorder) OnDemandDNS(source, endpoint *workload.Workload) {
 			m.makeRoom(now, state)
 		}
 		if len(m.dns) >= m.limit {
-			l, of = dnsLabels{hostname: "other"}, sides{}
+			l, about = dnsLabels{hostname: "other"}, sides{}
 			for _, i := range m.dnsIn {
 				l.source[i-labelSource] = "other"
 			}
@@ -380,5 +380,5 @@ func (r *Recorder) OnDemandDNS(source, endpoint *workload.Workload) {
 		}
 	}
 	n.count++
-	n.last, n.sides = now, of
+	n.last, n.sides = now, about
 }

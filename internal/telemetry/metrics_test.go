@@ -199,8 +199,8 @@ func TestSeriesAreBounded(t *testing.T) {
 	}
 }
 
-// Of whom there is no record, only what he has proved or says of himself, nobody tells when he is gone: his series end after an hour, or when
-// there is no room for others.
+// Of a peer without a record, of which is known what it has proved or says of itself, nobody tells when it is gone: its series end after an
+// hour, or when there is no room for others.
 func TestSeriesOfTheUnrecordedEnd(t *testing.T) {
 	const maxSeries = 20
 	reg := prometheus.NewRegistry()
