@@ -110,6 +110,11 @@ verdict     the gateway of the other network picks the destination, whose node d
 	if got := r.Outcome(); got != "double HBONE" {
 		t.Errorf("outcome %q", got)
 	}
+	m.State.ServiceNamed("web.shop.svc.cluster.local", "shop").SubjectAltNames = nil
+	r = m.Outbound(from, netip.MustParseAddrPort("10.96.0.10:80"))
+	if text := r.Text(); !strings.Contains(text, "\n            beyond the gateway nobody: the service names no identity, so that every peer is refused\n") {
+		t.Errorf("of a service without identities it says\n%s", text)
+	}
 }
 
 func TestMatrixLeavesOutWhatIsHidden(t *testing.T) {

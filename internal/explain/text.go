@@ -52,7 +52,10 @@ func (r *Report) Text() string {
 	case r.Authority != "":
 		line("transport", "%s, %s, next hop %s, authority %s", r.Route, r.by(), r.NextHop, r.Authority)
 		line("identity", "expects %s", strings.Join(r.Accepts, " or "))
-		if r.Gateway != "" {
+		switch {
+		case r.Gateway != "" && len(r.Beyond) == 0:
+			line("", "beyond the gateway nobody: the service names no identity, so that every peer is refused")
+		case r.Gateway != "":
 			line("", "beyond the gateway %s", strings.Join(r.Beyond, " or "))
 		}
 	case r.NextHop != "":
