@@ -74,12 +74,10 @@ func classifyOpen(e *hbone.OpenError) (telemetry.Flag, telemetry.Reason) {
 		return telemetry.FlagNetworkPolicy, telemetry.ReasonTimeout
 	case e.Phase == hbone.PhaseConnect:
 		return telemetry.FlagConnect, connectReason(e)
-	case e.Phase == hbone.PhaseHandshake && timeout:
+	case timeout:
 		return telemetry.FlagHandshake, telemetry.ReasonTimeout
 	case e.Phase == hbone.PhaseHandshake:
 		return telemetry.FlagTLSFailure, telemetry.ReasonTLS
-	case timeout:
-		return telemetry.FlagHandshake, telemetry.ReasonTimeout
 	}
 	return telemetry.FlagHandshake, telemetry.ReasonReset
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net/netip"
 	"syscall"
 	"testing"
@@ -42,6 +43,10 @@ func TestErrorsAreCountedByFlagAndReason(t *testing.T) {
 		{noRoute(telemetry.ReasonWaypoint, "x"), telemetry.FlagConnect, telemetry.ReasonWaypoint},
 		{open(hbone.PhaseHandshake, hbone.ErrUnknownPeer), telemetry.FlagTLSFailure, telemetry.ReasonTLS},
 		{open(hbone.PhaseHandshake, context.DeadlineExceeded), telemetry.FlagHandshake, telemetry.ReasonTimeout},
+		{open(hbone.PhaseHTTP2, context.DeadlineExceeded), telemetry.FlagHandshake, telemetry.ReasonTimeout},
+		{open(hbone.PhaseHTTP2, io.ErrUnexpectedEOF), telemetry.FlagHandshake, telemetry.ReasonReset},
+		{open(hbone.PhaseResponse, io.ErrUnexpectedEOF), telemetry.FlagHandshake, telemetry.ReasonReset},
+		{open(hbone.PhaseResponse, context.DeadlineExceeded), telemetry.FlagHandshake, telemetry.ReasonTimeout},
 		{open(hbone.PhaseResponse, &hbone.StatusError{Code: 401}), telemetry.FlagConnect, telemetry.ReasonPolicy},
 		{open(hbone.PhaseResponse, &hbone.StatusError{Code: 503}), telemetry.FlagConnect, telemetry.ReasonRefused},
 		{errors.New("anything"), telemetry.FlagConnect, telemetry.ReasonOther},
@@ -71,6 +76,11 @@ func TestErrorTextsAreThoseOfZtunnel(t *testing.T) {
 		{open(hbone.PhaseConnect, syscall.ETIMEDOUT), "connection timed out, maybe a NetworkPolicy is blocking HBONE port 15008: Connection timed out (os error 110)"},
 		{open(hbone.PhaseConnect, context.DeadlineExceeded), "connection timed out, maybe a NetworkPolicy is blocking HBONE port 15008: deadline has elapsed"},
 		{open(hbone.PhaseHandshake, &hbone.CertificateError{Err: errors.New("signing gRPC error (Unavailable): no CA")}), "identity error: signing gRPC error (Unavailable): no CA"},
+		{open(hbone.PhaseHandshake, hbone.ErrUnknownPeer), "hbone: handshake 10.0.0.1:15008: peer did not present an accepted identity"},
+		{open(hbone.PhaseHandshake, context.DeadlineExceeded), "http2 handshake failed: deadline has elapsed"},
+		{open(hbone.PhaseHTTP2, fmt.Errorf("tunnel lost: %w", syscall.ECONNRESET)), "http2 handshake failed: Connection reset by peer (os error 104)"},
+		{open(hbone.PhaseResponse, fmt.Errorf("tunnel lost: %w", io.ErrUnexpectedEOF)), "h2 failed: tunnel lost: unexpected EOF"},
+		{open(hbone.PhaseResponse, context.DeadlineExceeded), "h2 failed: deadline has elapsed"},
 		{open(hbone.PhaseResponse, &hbone.StatusError{Code: 503}), "http status: 503 Service Unavailable"},
 		{open(hbone.PhaseResponse, &hbone.StatusError{Code: 401, Reason: "why"}), "http status: 401 Unauthorized: why"},
 		{&PolicyError{Verdict: authz.Verdict{Reason: authz.DenyMatched, Policy: "a/b"}}, "connection closed due to policy rejection: explicitly denied by: a/b"},

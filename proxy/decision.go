@@ -18,10 +18,11 @@ type Route uint8
 
 // The routes. The zero value refuses the flow.
 const (
-	Refuse      Route = iota // Decision.Err says why
-	Passthrough              // plain TCP to NextHop
-	OverHBONE                // a stream to Target through NextHop
-	DoubleHBONE              // a stream to Host on another network, within a stream to its gateway at NextHop
+	Refuse       Route = iota // Decision.Err says why
+	Passthrough               // plain TCP to NextHop
+	OverHBONE                 // a stream to Target through NextHop
+	DoubleHBONE               // a stream to Host on another network, within a stream to its gateway at NextHop
+	AnsweredHere              // by the DNS proxy: nothing is connected to
 )
 
 func (r Route) String() string {
@@ -32,6 +33,8 @@ func (r Route) String() string {
 		return "HBONE"
 	case DoubleHBONE:
 		return "double HBONE"
+	case AnsweredHere:
+		return "DNS"
 	}
 	return "refused"
 }
@@ -112,22 +115,26 @@ func refuse(err error) Decision { return Decision{Err: err} }
 
 // A Query is what Classify decides by.
 type Query struct {
-	Source  *workload.Workload // the pod; never looked up by address
-	From    netip.Addr         // the application's address
-	Target  netip.AddrPort     // as the application addressed it
-	Network string             // of this node
-	Exclude []*workload.Workload
-	Rand    uint64  // chooses among endpoints
-	Tables  *Tables // of the same source and snapshot, for picks of an endpoint; nil: none
-	Trace   *Trace  // is told of each step; nil on the data path
+	Source  *workload.Workload   // the pod; never looked up by address
+	From    netip.Addr           // the application's address
+	Target  netip.AddrPort       // as the application addressed it
+	Network string               // of this node
+	Exclude []*workload.Workload // endpoints that are not picked
+	Avoid   []*workload.Workload // endpoints that are not picked while they are no more than half of those that could be
+	Rand    uint64               // chooses among endpoints
+	Tables  *Tables              // of the same source and snapshot, for picks of an endpoint; nil: none
+	Trace   *Trace               // is told of each step; nil on the data path
 }
 
 // Classify decides about an outbound flow. It is a pure function of its arguments.
 //
 // The destination is resolved once: a service by its virtual address, else a workload, else unknown, which passes through. What
 // is addressed to a service goes through the service's waypoint, if it has one, what is addressed to a workload through the
-// workload's; the source's own waypoint plays no part.
+// workload's; the source's own waypoint plays no part. Questions are answered here whatever is at the address.
 func Classify(s *workload.Snapshot, q *Query) Decision {
+	if IsQuestion(q.Target) {
+		return Decision{Route: AnsweredHere}
+	}
 	if illegalPort(q.Target.Port()) && (q.Target.Addr().IsLoopback() || slices.Contains(q.Source.Addresses, q.Target.Addr())) {
 		return refuse(errSelfCall)
 	}

@@ -88,8 +88,7 @@ func TestClassify(t *testing.T) {
 		want   string
 	}{
 		{1, nil, "1.2.3.4:80", "TCP 1.2.3.4:80"},
-		{2, nil, "10.244.1.7:8080", direct},
-		{3, func(m *mesh) { m.server.Node = "n1" }, "10.244.1.7:8080", direct},
+		{2, func(m *mesh) { m.server.Node = "n2" }, "10.244.1.7:8080", direct},
 		{4, func(m *mesh) { m.server.Protocol = workload.ProtocolTCP }, "10.244.1.7:8080", "TCP 10.244.1.7:8080"},
 		{5, nil, "10.96.0.10:80", direct},
 		{6, nil, "10.96.0.10:81", "refused: no healthy upstream: 10.96.0.10:81"},

@@ -39,7 +39,7 @@ func (p *Proxy) QuestionsRefused() uint64 { return p.questionsRefused.Load() }
 // ServeUDP implements stack.Handler: questions are answered; nothing else is captured.
 func (p *Proxy) ServeUDP(ctx context.Context, conn stack.UDPConn) {
 	f := conn.Flow()
-	if f.Dst.Port() != dnsPort {
+	if !IsQuestion(f.Dst) {
 		return
 	}
 	if !p.takeQuestion() {

@@ -29,6 +29,12 @@ func ErrorText(err error) string {
 		if certificate, ok := errors.AsType[*hbone.CertificateError](open); ok {
 			return certificate.Error()
 		}
+		switch {
+		case open.Phase == hbone.PhaseResponse:
+			return "h2 failed: " + systemText(open.Err)
+		case open.Phase == hbone.PhaseHTTP2, errors.Is(open, context.DeadlineExceeded):
+			return "http2 handshake failed: " + systemText(open.Err)
+		}
 		return err.Error()
 	}
 	if broken, ok := errors.AsType[*brokenError](err); ok {

@@ -404,6 +404,35 @@ func testLocalWorkloadIsWaitedFor(t *testing.T) {
 	}
 }
 
+// A pod on the same node is reached as one on another is: there is no shorter way past TLS, policy or the records.
+func TestSameNode(t *testing.T) {
+	t.Run("DP-3", func(t *testing.T) {
+		var got []string
+		for _, node := range []string{"n1", "n2"} {
+			m := newMesh()
+			m.client.Node, m.server.Node = "n1", node
+			b := newBench(t, m)
+			req := request("10.244.1.7:8080")
+			b.ServeTCP(t.Context(), req)
+			b.Settle()
+			if req.answer != "accepted" || len(b.tunnel.targets) != 1 || len(b.net.dials) != 0 {
+				t.Fatalf("to a pod on %s: %q, tunnels to %v, other connections %v", node, req.answer, b.tunnel.targets, b.net.dials)
+			}
+			req.app.Reset()
+			b.Settle()
+			got = append(got, fmt.Sprintf("%+v\n%s", b.tunnel.targets[0], b.lines(t)))
+		}
+		if diff := cmp.Diff(got[1], got[0]); diff != "" {
+			t.Errorf("what is opened and logged (-on another node +on the same):\n%s", diff)
+		}
+		for _, want := range []string{"10.244.1.7:15008", "spiffe://cluster.local/ns/default/sa/server", `dst.hbone_addr=10.244.1.7:8080`} {
+			if !strings.Contains(got[0], want) {
+				t.Errorf("%q lacks %q", got[0], want)
+			}
+		}
+	})
+}
+
 func strict() *workload.Policy {
 	return &workload.Policy{
 		Name: "istio_converted_static_strict", Namespace: "istio-system", Scope: workload.ScopePolicyWorkload, Action: workload.Deny,
@@ -435,7 +464,9 @@ func TestInboundPlaintext(t *testing.T) {
 			m.more.Policies = []*workload.Policy{p}
 			m.client.AuthorizationPolicies = []string{p.Key()}
 		}, "8080", "RST", "explicitly denied by: istio-system/istio_converted_static_strict"},
-		{"DP-115 a port of the proxy", func(*mesh) {}, "15006", "RST", "attempted recursive call to ourselves"},
+		{"DP-115 the port for outbound flows", func(*mesh) {}, "15001", "RST", "attempted recursive call to ourselves"},
+		{"DP-115 the port for inbound flows", func(*mesh) {}, "15006", "RST", "attempted recursive call to ourselves"},
+		{"DP-115 the port for HBONE", func(*mesh) {}, "15008", "RST", "attempted recursive call to ourselves"},
 		{"policy that does not come", func(m *mesh) { m.client.AuthorizationPolicies = []string{"default/late"} }, "8080", "RST", "policy not yet received: default/late"},
 	}
 	for _, tt := range tests {

@@ -79,7 +79,7 @@ func newNetwork(t *testing.T) *network {
 		SubjectAltNames: []workload.Identity{echoID},
 	}
 	gw := pod0("gateway", "10.22.1.1")
-	gw.Network, gw.ServiceAccount = "net-b", "gateway"
+	gw.Network, gw.WorkloadName = "net-b", "gateway"
 	n.classify = func(_ *workload.Snapshot, q *Query) Decision {
 		n.decided++
 		return Decision{Route: DoubleHBONE, NextHop: gatewayHop, Host: n.echo.Hostname, Target: q.Target, Service: n.echo, Destination: gw, beyond: n.echo}
@@ -251,6 +251,14 @@ func TestGatewayFails(t *testing.T) {
 			got := n.lines(t)
 			if !strings.Contains(got, tt.line) || !strings.Contains(got, "dst.addr=10.22.1.1:15009") || strings.Count(got, "\n") != 1 {
 				t.Errorf("access log\n%s lacks %s", got, tt.line)
+			}
+			// Nobody beyond it is known, so the destination is the gateway (datapath 12.2).
+			if want := `dst.workload="gateway" dst.namespace="default" dst.identity="spiffe://cluster.local/ns/default/sa/gateway"`; !strings.Contains(got, want) {
+				t.Errorf("access log\n%s lacks\n%s", got, want)
+			}
+			l := n.labels(t, "istio_tcp_connections_failed_total")
+			if l["destination_workload"] != "gateway" || l["destination_principal"] != "spiffe://cluster.local/ns/default/sa/gateway" || l["destination_service"] != n.echo.Hostname || l["connection_security_policy"] != "mutual_tls" {
+				t.Errorf("labels %v", l)
 			}
 			if strings.HasPrefix(tt.name, "DP-68") && !strings.Contains(got, `response_flags="TLS_FAILURE"`) {
 				t.Errorf("access log\n%s lacks the flag of a TLS failure", got)

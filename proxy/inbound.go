@@ -165,8 +165,8 @@ func (p *Proxy) inbound(ctx context.Context, req stack.TCPRequest) {
 		p.fail(inboundFlow(f), err)
 		req.Reset()
 	}
-	if illegalPort(f.Dst.Port()) {
-		fail(errSelfCall)
+	if err := CheckPort(f.Dst.Port()); err != nil {
+		fail(err)
 		return
 	}
 	self, state, err := p.self(ctx)

@@ -15,7 +15,7 @@ func (p *Proxy) lookup(ctx context.Context, self *workload.Workload, d *Decision
 	if d.Lookup == "" {
 		return nil
 	}
-	p.cfg.Records.OnDemandDNS(self, d.Lookup)
+	p.cfg.Records.OnDemandDNS(self, d.Destination)
 	all, err := p.cfg.Resolver.Resolve(ctx, d.Lookup)
 	switch {
 	case ctx.Err() != nil:

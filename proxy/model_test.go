@@ -22,6 +22,9 @@ type model struct {
 
 func (m *model) outcomes() []string {
 	q := m.q
+	if q.Target.Port() == 53 {
+		return []string{"DNS"}
+	}
 	own := append(addrs("127.0.0.1", "::1"), q.Source.Addresses...)
 	if illegalPort(q.Target.Port()) && slices.Contains(own, q.Target.Addr()) {
 		return []string{"refused"}
@@ -505,7 +508,7 @@ func NewRandomCase(seed uint64) *RandomCase {
 	source := st.Workloads[0]
 	c.Query = Query{
 		Source: source, From: netip.IPv4Unspecified(), Network: source.Network,
-		Target: netip.AddrPortFrom(r.addr(), []uint16{80, 80, 81, 15008, 15001}[r.IntN(5)]),
+		Target: netip.AddrPortFrom(r.addr(), []uint16{80, 80, 81, 15008, 15001, 53}[r.IntN(6)]),
 	}
 	if known := r.known(st); known.IsValid() && r.IntN(4) > 0 {
 		c.Query.Target = netip.AddrPortFrom(known, c.Query.Target.Port())
@@ -564,7 +567,7 @@ func TestDecisionsAreThoseOfTheModel(t *testing.T) {
 			}
 		}
 	}
-	if len(routes) < 4 {
+	if len(routes) < 5 {
 		t.Errorf("routes taken: %v, want all", routes)
 	}
 }
@@ -577,6 +580,8 @@ func told(d *Decision) string {
 		return fmt.Sprintf("HBONE %s to %s", d.Told(d.NextHop), d.Told(d.Target))
 	case DoubleHBONE:
 		return fmt.Sprintf("double HBONE %s to %s", d.Told(d.NextHop), d.Authority())
+	case AnsweredHere:
+		return "DNS"
 	}
 	return "refused"
 }

@@ -42,7 +42,10 @@ func outboundFlow(f stack.Flow) telemetry.Facts {
 }
 
 func (p *Proxy) query(self *workload.Workload, state *workload.Snapshot, f stack.Flow) Query {
-	return Query{Source: self, From: f.Src.Addr(), Target: f.Dst, Network: p.cfg.Network, Rand: p.cfg.Rand(), Tables: p.tablesFor(self, state)}
+	return Query{
+		Source: self, From: f.Src.Addr(), Target: f.Dst, Network: p.cfg.Network, Rand: p.cfg.Rand(), Tables: p.tablesFor(self, state),
+		Avoid: p.Avoided(),
+	}
 }
 
 // outbound is the set-up of a flow that the pod opened.
@@ -110,11 +113,16 @@ func (p *Proxy) outbound(ctx context.Context, req stack.TCPRequest) {
 		}
 		times.opened(conn, upstream, p.cfg.Group.Now())
 		if err == nil {
+			p.failures.worked(d.Destination)
 			p.establish(ctx, req, upstream, conn)
 			return
 		}
 		failed = err
-		if ctx.Err() != nil || d.Route == DoubleHBONE || d.Service == nil || d.Destination == nil || !tryAnother(err) {
+		others := ctx.Err() == nil && d.Service != nil && d.Destination != nil && tryAnother(err)
+		if others && p.cfg.AvoidFailed && blames(err) {
+			p.failures.failed(d.Destination, p.cfg.Group.Now())
+		}
+		if !others || d.Route == DoubleHBONE {
 			break
 		}
 		q.Exclude = append(q.Exclude, d.Destination)
@@ -165,17 +173,18 @@ func outboundFacts(f telemetry.Facts, self *workload.Workload, d *Decision) tele
 	}
 	switch d.Route {
 	case OverHBONE:
-		f.Protocol, f.HBONEAddr = telemetry.HBONE, d.Authority()
-		f.SrcIdentity, f.DstIdentity = self.Identity(), d.Destination.Identity()
-	case DoubleHBONE:
-		// The gateway knows who is beyond it; until it has told, nobody is.
-		f.Protocol, f.HBONEAddr = telemetry.DoubleHBONE, d.Authority()
-		f.SrcIdentity, f.Destination = self.Identity(), nil
+		f.Protocol = telemetry.HBONE
+	case DoubleHBONE: // to the gateway, until it has told who is beyond it: see learn
+		f.Protocol = telemetry.DoubleHBONE
+	default:
+		return f
 	}
+	f.HBONEAddr = d.Authority()
+	f.SrcIdentity, f.DstIdentity = self.Identity(), d.Destination.Identity()
 	return f
 }
 
-// learn adds who a stream through a gateway has come to: what he proved, and what he says of his workload.
+// learn puts who a stream through a gateway has come to in the place of the gateway: what he proved, and what he says of his workload.
 func learn(f *telemetry.Facts, upstream loop.Conn) {
 	s, ok := upstream.(hbone.Stream)
 	if !ok {

@@ -17,27 +17,67 @@ type endpoint struct {
 func pick(s *workload.Snapshot, q *Query, v *workload.Service, port uint16, waypoint bool) (endpoint, bool) {
 	k := tableKey{v, port, waypoint}
 	if q.Tables != nil && q.Trace == nil && len(q.Exclude) == 0 {
-		return q.Tables.of(s, q, k).pick(q.Rand)
+		return q.Tables.of(s, q, k).pick(q.Rand, q.Avoid)
 	}
 	var best int
-	var sum uint64
-	var chosen endpoint
-	random := q.Rand
+	var d draw
+	told := 0
+	if q.Trace != nil {
+		told = len(q.Trace.Endpoints)
+	}
 	eachCandidate(s, q, k, func(e endpoint, rank int) {
-		if sum > 0 && rank < best {
+		if d.n > 0 && rank < best {
 			return
 		}
-		if rank > best || sum == 0 {
-			best, sum = rank, 0
+		if rank > best || d.n == 0 {
+			best, d = rank, newDraw(q.Rand, q.Avoid)
 		}
-		// One pass: each candidate replaces the chosen one with the probability of its weight in the sum so far.
-		sum += uint64(e.workload.Capacity)
-		random = mix(random)
-		if random%sum < uint64(e.workload.Capacity) {
-			chosen = e
-		}
+		d.enter(e)
 	})
-	return chosen, sum > 0
+	if q.Trace != nil && d.avoids() {
+		q.Trace.avoid(told, q.Avoid)
+	}
+	return d.winner(), d.n > 0
+}
+
+// A draw chooses among endpoints in one pass, by capacity: each replaces the chosen one with the probability of its weight in the sum so far.
+// Those that are to be avoided are left out, unless they are more than half: then it is not the endpoints that fail.
+type draw struct {
+	random     uint64
+	avoid      []*workload.Workload
+	n, avoided int
+	all, rest  struct {
+		sum    uint64
+		chosen endpoint
+	}
+}
+
+func newDraw(random uint64, avoid []*workload.Workload) draw {
+	return draw{random: random, avoid: avoid}
+}
+
+// avoids reports whether some are left out.
+func (d *draw) avoids() bool { return d.avoided > 0 && 2*d.avoided <= d.n }
+
+func (d *draw) enter(e endpoint) {
+	d.n++
+	d.random = mix(d.random)
+	weight := uint64(e.workload.Capacity)
+	if d.all.sum += weight; d.random%d.all.sum < weight {
+		d.all.chosen = e
+	}
+	if slices.Contains(d.avoid, e.workload) {
+		d.avoided++
+	} else if d.rest.sum += weight; d.random%d.rest.sum < weight {
+		d.rest.chosen = e
+	}
+}
+
+func (d *draw) winner() endpoint {
+	if d.avoids() {
+		return d.rest.chosen
+	}
+	return d.all.chosen
 }
 
 // eachCandidate calls yield for each endpoint that can be picked, with its rank, and tells the trace of all.

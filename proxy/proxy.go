@@ -70,6 +70,7 @@ type Config struct {
 	DNSTimeout     time.Duration // of one question: 10 s
 
 	LogPolicyAtInfo       bool // decisions of policies, not at debug
+	AvoidFailed           bool // endpoints that could not be connected to are passed over for a while
 	OwnSource             bool // applications see the pod itself as their client: plaintext passes through here
 	NoBaggage             bool // neither say who answers nor heed what peers say of themselves
 	AppTunnelOnPodAddress bool // application tunnels listen on the pod's address, not on its loopback address
@@ -87,8 +88,9 @@ type Proxy struct {
 	conns    *podConnections
 	classify func(*workload.Snapshot, *Query) Decision // Classify, but in tests
 
-	tables atomic.Pointer[sourceTables]
-	handed handedBack
+	tables   atomic.Pointer[sourceTables]
+	failures failures
+	handed   handedBack
 
 	questions        atomic.Int64 // in progress
 	questionsRefused atomic.Uint64
@@ -138,6 +140,9 @@ func New(cfg Config) (*Proxy, error) {
 // dnsPort is where questions go.
 const dnsPort = 53
 
+// IsQuestion reports whether what a pod sends to an address, over TCP or UDP, is for the DNS proxy.
+func IsQuestion(dst netip.AddrPort) bool { return dst.Port() == dnsPort }
+
 // ServeTCP implements stack.Handler: it tells who opened the flow, the pod or somebody else, and gives it back to the kernel at once, if
 // that may carry it, or goes on in a set-up of its own. A flow between others, which a neighbour on the link may send our way, is
 // refused: it would get the pod's identity.
@@ -152,7 +157,7 @@ func (p *Proxy) ServeTCP(ctx context.Context, req stack.TCPRequest) {
 		p.strays.Add(1)
 		req.Reset()
 		return
-	case f.Dst.Port() == dnsPort:
+	case IsQuestion(f.Dst):
 		serve = p.serveDNSStream
 	default:
 		serve, atOnce = p.outbound, p.outboundAtOnce

@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"math/bits"
+	"slices"
 	"sync"
 
 	"ztun.dev/ztun/internal/workload"
@@ -95,18 +96,28 @@ func newTable(s *workload.Snapshot, q *Query, k tableKey) *table {
 	return t
 }
 
-// pick chooses by capacity.
-func (t *table) pick(random uint64) (endpoint, bool) {
+// pick chooses by capacity. Only if it meets one of those that are to be avoided it goes over all.
+func (t *table) pick(random uint64, avoid []*workload.Workload) (endpoint, bool) {
 	if len(t.columns) == 0 {
 		return endpoint{}, false
 	}
 	random = mix(random)
 	i, _ := bits.Mul64(random, uint64(len(t.columns)))
-	if c := &t.columns[i]; mix(random)%t.height < c.own {
-		return c.endpoint, true
-	} else {
-		return t.columns[c.above].endpoint, true
+	c := &t.columns[i]
+	if mix(random)%t.height >= c.own {
+		c = &t.columns[c.above]
 	}
+	if !slices.Contains(avoid, c.workload) {
+		return c.endpoint, true
+	}
+	d := newDraw(random, avoid)
+	for i := range t.columns {
+		d.enter(t.columns[i].endpoint)
+	}
+	if d.avoids() {
+		return d.winner(), true
+	}
+	return c.endpoint, true
 }
 
 // sourceTables are the Tables of a source and snapshot.

@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"cmp"
 	"net"
 	"net/http"
 	"net/netip"
@@ -44,12 +45,8 @@ func (p *Proxy) target(state *workload.Snapshot, self *workload.Workload, r *hbo
 		}
 		t.service = named
 	}
-	asked := to
-	if self.AppTunnel != nil && self.AppTunnel.Port != 0 {
-		to = self.AppTunnel.Port
-	}
-	if illegalPort(asked) || illegalPort(to) {
-		return nil, errSelfCall
+	if to, err = ApplicationPort(self, to); err != nil {
+		return nil, err
 	}
 	t.app = netip.AddrPortFrom(own, to)
 	if self.AppTunnel == nil || !self.AppTunnel.PROXY {
@@ -69,6 +66,24 @@ func (p *Proxy) target(state *workload.Snapshot, self *workload.Workload, r *hbo
 	}
 	t.header, err = proxyHeader(unmapped(r.Remote), netip.AddrPortFrom(ip, port), r.Peer, service)
 	return t, err
+}
+
+// ApplicationPort is where a CONNECT for a port of a workload leads: to that port or, if it has one, to its application tunnel. What would lead
+// to the proxy itself is refused.
+func ApplicationPort(w *workload.Workload, asked uint16) (uint16, error) {
+	to := asked
+	if w.AppTunnel != nil && w.AppTunnel.Port != 0 {
+		to = w.AppTunnel.Port
+	}
+	return to, cmp.Or(CheckPort(asked), CheckPort(to))
+}
+
+// CheckPort refuses the proxy's own ports, to which nothing is led.
+func CheckPort(port uint16) error {
+	if illegalPort(port) {
+		return errSelfCall
+	}
+	return nil
 }
 
 // portOf is the port of a workload that a port of a service leads to; 0: none.

@@ -1,6 +1,10 @@
 package proxy
 
-import "ztun.dev/ztun/internal/workload"
+import (
+	"slices"
+
+	"ztun.dev/ztun/internal/workload"
+)
 
 // A Trace is what Classify looked at on the way to its decision: the same steps, told.
 type Trace struct {
@@ -10,6 +14,15 @@ type Trace struct {
 	FromWaypoint bool                     // the source is the waypoint, which is skipped then
 	Gateway      *workload.GatewayAddress // of the network that the endpoint or waypoint is on; nil if it is the source's own
 	Endpoints    []EndpointTrace          // of the services that were picked from, in the order of their uids
+}
+
+// avoid marks, from an index of Endpoints on, those that were passed over because they failed.
+func (t *Trace) avoid(from int, list []*workload.Workload) {
+	for i := range t.Endpoints[from:] {
+		if e := &t.Endpoints[from+i]; e.Why == candidate && slices.Contains(list, e.Workload) {
+			e.Why = avoided
+		}
+	}
 }
 
 // An EndpointTrace is what became of one endpoint.
@@ -27,6 +40,7 @@ type Fit uint8
 const (
 	candidate Fit = iota
 	excluded
+	avoided
 	noAddress
 	noPort
 	noCapacity
@@ -34,7 +48,7 @@ const (
 )
 
 var fitNames = []string{
-	"candidate", "failed before", "has no address and no gateway to its network", "has no port for the service port", "has capacity 0",
+	"candidate", "failed before", "failed a moment ago, and is passed over for a while", "has no address and no gateway to its network", "has no port for the service port", "has capacity 0",
 	"is not where the service wants its endpoints (strict preferences)",
 }
 

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"net/netip"
 	"os"
 	"strconv"
 	"strings"
@@ -23,8 +22,9 @@ import (
 
 // explainFlags are the flags of ztun explain.
 type explainFlags struct {
-	from, to, state, admin, network    string
-	inbound, matrix, plaintext, netSet bool
+	explain.Question
+	state, admin, network string
+	matrix, netSet        bool
 }
 
 func newExplain() *cobra.Command {
@@ -45,10 +45,11 @@ The state is that of a running ztun (--admin), or of a file (--state): a mesh st
 	}
 	o := addOutput(cmd)
 	fs := cmd.Flags()
-	fs.StringVar(&f.from, "from", "", "source: NAMESPACE/NAME, address or uid of a workload; with --inbound also any other address")
-	fs.StringVar(&f.to, "to", "", "destination: ADDRESS:PORT, HOSTNAME:PORT of a service, or NAMESPACE/NAME:PORT of a workload")
-	fs.BoolVar(&f.inbound, "inbound", false, "what the destination's policies say, each of them")
-	fs.BoolVar(&f.plaintext, "plaintext", false, "with --inbound: the source has no identity")
+	fs.StringVar(&f.From, "from", "", "source: NAMESPACE/NAME, address or uid of a workload; with --inbound also any other address")
+	fs.StringVar(&f.To, "to", "", "destination: ADDRESS:PORT, HOSTNAME:PORT of a service, or NAMESPACE/NAME:PORT of a workload")
+	fs.BoolVar(&f.Inbound, "inbound", false, "what the destination's policies say, each of them")
+	fs.BoolVar(&f.Plaintext, "plaintext", false, "with --inbound: the source has no identity")
+	fs.BoolVar(&f.UDP, "udp", false, "the source sends UDP, of which only DNS is captured")
 	fs.BoolVar(&f.matrix, "matrix", false, "a line for each flow from each workload, or from --from, to each port of each service; with --inbound for each identity of the mesh and each port of the workload --to")
 	fs.StringVar(&f.state, "state", "", "`FILE` with the state, in place of a running ztun")
 	fs.StringVar(&f.admin, "admin", "127.0.0.1:15000", "`ADDRESS` of the admin port of a running ztun")
@@ -62,66 +63,70 @@ The state is that of a running ztun (--admin), or of a file (--state): a mesh st
 
 func (f *explainFlags) run(ctx context.Context, o output, w io.Writer) error {
 	switch {
-	case f.matrix && f.inbound && (f.to == "" || f.from != "" || f.plaintext):
+	case f.matrix && f.Inbound && (f.To == "" || f.From != "" || f.Plaintext):
 		return usagef("ztun explain: --inbound --matrix goes with --to only")
-	case f.matrix && !f.inbound && f.to != "":
+	case f.matrix && !f.Inbound && f.To != "":
 		return usagef("ztun explain: --matrix goes with --from only, or with --inbound and --to")
-	case !f.matrix && (f.from == "" || f.to == ""):
+	case !f.matrix && (f.From == "" || f.To == ""):
 		return usagef("ztun explain: want --from and --to, or --matrix")
-	case f.plaintext && !f.inbound:
+	case f.Plaintext && !f.Inbound:
 		return usagef("ztun explain: --plaintext goes with --inbound only")
+	case f.UDP && (f.Inbound || f.matrix):
+		return usagef("ztun explain: --udp goes with --from and --to only")
+	}
+	if !f.matrix && f.state == "" && !f.netSet {
+		if r, answered, err := f.askRunning(ctx); answered || err != nil {
+			return printReport(&r, err, o, w)
+		}
 	}
 	m, err := f.mesh(ctx)
 	if err != nil {
 		return err
 	}
 	switch {
-	case f.matrix && f.inbound:
+	case f.matrix && f.Inbound:
 		return f.printGrants(m, o, w)
 	case f.matrix:
 		return f.printMatrix(m, o, w)
 	}
-	r, err := f.ask(m)
+	r, err := m.Ask(f.Question)
 	if err != nil {
-		return usageError{fmt.Errorf("ztun explain: %w", err)}
+		err = usageError{fmt.Errorf("ztun explain: --%w", err)}
 	}
-	if o == outputJSON {
+	return printReport(&r, err, o, w)
+}
+
+// askRunning has a running ztun answer by its own state. One that cannot, such as ztunnel, may still have a dump.
+func (f *explainFlags) askRunning(ctx context.Context) (r explain.Report, answered bool, err error) {
+	url := "http://" + f.admin + "/debug/explain"
+	status, data, err := get(ctx, url+"?"+f.Query().Encode())
+	switch {
+	case err != nil:
+		return r, false, notRunning(err)
+	case status == http.StatusOK:
+		if err = json.Unmarshal(data, &r); err != nil {
+			return r, false, usageError{fmt.Errorf("ztun explain: %s: %w", url, err)}
+		}
+		return r, true, nil
+	case status == http.StatusBadRequest:
+		return r, false, usageError{fmt.Errorf("ztun explain: --%s", bytes.TrimSpace(data))}
+	}
+	return r, false, nil
+}
+
+func notRunning(err error) error {
+	return fmt.Errorf("ztun explain: %w; is a ztun running here? --admin says where, --state takes a file instead", err)
+}
+
+func printReport(r *explain.Report, err error, o output, w io.Writer) error {
+	switch {
+	case err != nil:
+		return err
+	case o == outputJSON:
 		return printJSON(w, r)
 	}
 	_, err = io.WriteString(w, r.Text())
 	return err
-}
-
-func (f *explainFlags) ask(m explain.Mesh) (r explain.Report, err error) {
-	from, err := m.Find(f.from)
-	source := netip.Addr{}
-	switch a, perr := netip.ParseAddr(f.from); {
-	case f.inbound && perr == nil:
-		source = a.Unmap()
-	case err != nil:
-		return r, fmt.Errorf("--from: %w", err)
-	default:
-		source = explain.AddressOf(from)
-	}
-	namespace := ""
-	if from != nil {
-		namespace = from.Namespace
-	}
-	to, err := m.Target(f.to, namespace, source)
-	if err != nil {
-		return r, fmt.Errorf("--to: %w", err)
-	}
-	if !f.inbound {
-		return m.Outbound(from, to), nil
-	}
-	at := m.State.WorkloadAt(m.Network, to.Addr())
-	if at == nil {
-		return r, fmt.Errorf("--to: no workload has the address %s in network %q: policy is asked by the workload, not by the service", to.Addr(), m.Network)
-	}
-	if f.plaintext {
-		from = nil
-	}
-	return m.Inbound(from, source, at, to.Port()), nil
 }
 
 func (f *explainFlags) printMatrix(m explain.Mesh, o output, w io.Writer) error {
@@ -131,8 +136,8 @@ func (f *explainFlags) printMatrix(m explain.Mesh, o output, w io.Writer) error 
 			sources = append(sources, w)
 		}
 	}
-	if f.from != "" {
-		from, err := m.Find(f.from)
+	if f.From != "" {
+		from, err := m.Find(f.From)
 		if err != nil {
 			return usageError{fmt.Errorf("ztun explain: --from: %w", err)}
 		}
@@ -155,7 +160,7 @@ func (f *explainFlags) printMatrix(m explain.Mesh, o output, w io.Writer) error 
 
 // printGrants is a table of who can talk to a workload.
 func (f *explainFlags) printGrants(m explain.Mesh, o output, w io.Writer) error {
-	name, further := f.to, []uint16(nil)
+	name, further := f.To, []uint16(nil)
 	to, err := m.Find(name)
 	if i := strings.LastIndexByte(name, ':'); err != nil && i >= 0 {
 		if port, perr := strconv.ParseUint(name[i+1:], 10, 16); perr == nil {
@@ -203,7 +208,7 @@ func (f *explainFlags) mesh(ctx context.Context) (m explain.Mesh, err error) {
 	if f.state == "" {
 		name = "http://" + f.admin + "/config_dump"
 		if data, err = fetch(ctx, name); err != nil {
-			return m, fmt.Errorf("ztun explain: %w; is a ztun running here? --admin says where, --state takes a file instead", err)
+			return m, notRunning(err)
 		}
 	} else if data, err = os.ReadFile(f.state); err != nil {
 		return m, usageError{fmt.Errorf("ztun explain: --state: %w", err)}
@@ -243,25 +248,31 @@ func parseState(name string, data []byte) (st workload.State, settings map[strin
 // maxDump is the largest dump that is read, in bytes: a million workloads are about a gigabyte.
 const maxDump = 2 << 30
 
+// fetch returns what is at a URL; any status but 200 is an error.
 func fetch(ctx context.Context, url string) ([]byte, error) {
+	status, data, err := get(ctx, url)
+	if err == nil && status != http.StatusOK {
+		err = fmt.Errorf("%s: %d %s", url, status, http.StatusText(status))
+	}
+	return data, err
+}
+
+func get(ctx context.Context, url string) (status int, data []byte, err error) {
 	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
-		return nil, err
+		return 0, nil, err
 	}
 	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}} // past proxies of the environment
 	resp, err := client.Do(req)
 	if err != nil {
-		return nil, err
+		return 0, nil, err
 	}
 	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
-		return nil, fmt.Errorf("%s: %s", url, resp.Status)
-	}
-	data, err := io.ReadAll(io.LimitReader(resp.Body, maxDump+1))
+	data, err = io.ReadAll(io.LimitReader(resp.Body, maxDump+1))
 	if len(data) > maxDump {
-		return nil, errors.New(url + ": the dump is too large")
+		return 0, nil, errors.New(url + ": the answer is too large")
 	}
-	return data, err
+	return resp.StatusCode, data, err
 }

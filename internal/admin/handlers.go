@@ -27,6 +27,9 @@ func (s *Server) adminHandler() http.Handler {
 		{"/debug/conns", "open connections: state, age, idle time, identities, bytes, tunnel, policy, times of the set-up", s.debug(func() any { return s.conns() })},
 		{"/debug/certs", "certificates, without keys", s.debug(func() any { return s.certificates() })},
 	}
+	if s.cfg.Explain != nil {
+		pages = append(pages, page{"/debug/explain", "which way a flow takes, and why, as ztun explain tells it (?from=NAMESPACE/NAME&to=ADDRESS:PORT&udp&inbound&plaintext)", s.cfg.Explain})
+	}
 	if s.cfg.Capture != nil {
 		pages = append(pages, page{"/debug/capture", "packets of pods as pcapng (?pod=NAMESPACE/NAME&point=pod,tunnel&seconds=60&bytes=N&packets=N&snaplen=N)", s.cfg.Capture})
 	}

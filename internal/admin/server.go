@@ -26,7 +26,7 @@ type Ports struct {
 // AnyPort is a free port of the kernel's choice.
 const AnyPort = -1
 
-// A Config configures a Server. All fields but Ports and Capture are required.
+// A Config configures a Server. All fields but Ports, Capture and Explain are required.
 type Config struct {
 	Ports     Ports
 	Dumper    Dumper
@@ -35,6 +35,7 @@ type Config struct {
 	Metrics   http.Handler      // telemetry.MetricsHandler
 	Readiness *Readiness
 	Capture   http.HandlerFunc                       // /debug/capture; nil: there is none
+	Explain   http.HandlerFunc                       // /debug/explain, the same
 	Shutdown  func()                                 // asks the process to end, once or more; does not wait
 	Now       func() time.Time                       // as After
 	After     func(d time.Duration) <-chan time.Time // time.After

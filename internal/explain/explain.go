@@ -20,7 +20,8 @@ type Mesh struct {
 	State   *workload.Snapshot
 	Network string // of the node that the source is on
 
-	AllowUnknown bool // policies that have not arrived are left out (ZTUN_UNKNOWN_POLICY=allow)
+	Avoid        []*workload.Workload // endpoints that failed for the source a moment ago
+	AllowUnknown bool                 // policies that have not arrived are left out (ZTUN_UNKNOWN_POLICY=allow)
 }
 
 // A Report is what becomes of one flow. Its JSON form is stable: keys only get added.
@@ -28,6 +29,7 @@ type Report struct {
 	From        string   `json:"from"` // namespace/name, or the address of a source that is no workload
 	FromAddress string   `json:"fromAddress,omitempty"`
 	To          string   `json:"to"`
+	UDP         bool     `json:"udp,omitempty"`
 	Inbound     bool     `json:"inbound,omitempty"`
 	Destination string   `json:"destination,omitempty"` // what the address is
 	Match       string   `json:"match,omitempty"`       // how it was found
@@ -40,7 +42,7 @@ type Report struct {
 	Pools       []Pool   `json:"pools,omitempty"`           // services that an endpoint was picked from
 	Endpoints   []Choice `json:"endpoints,omitempty"`       // of them
 	Waypoints   []Branch `json:"waypoints,omitempty"`       // if there are several by weight; the rest is about the heaviest
-	Route       string   `json:"route,omitempty"`           // passthrough, HBONE or refused
+	Route       string   `json:"route,omitempty"`           // a proxy.Route, plaintext (inbound), or not captured
 	Chosen      string   `json:"chosen,omitempty"`          // one of those that can be
 	Address     string   `json:"chosenAddress,omitempty"`
 	TargetPort  uint16   `json:"targetPort,omitempty"`
@@ -174,24 +176,57 @@ func (m Mesh) Target(text, namespace string, like netip.Addr) (netip.AddrPort, e
 	return netip.AddrPortFrom(addrs[0], port.Port()), nil
 }
 
-// AddressOf is the address that a workload is asked about with: its first, or none.
-func AddressOf(w *workload.Workload) netip.Addr {
+// addressOf is the address that a workload is asked about with: its first, or none.
+func addressOf(w *workload.Workload) netip.Addr {
 	if len(w.Addresses) == 0 {
 		return netip.IPv4Unspecified()
 	}
 	return w.Addresses[0]
 }
 
+// addressLike is that of the family of another, if the workload has one: what it is seen to come from by who is at the other.
+func addressLike(w *workload.Workload, other netip.Addr) netip.Addr {
+	for _, a := range w.Addresses {
+		if other.IsValid() && a.Is4() == other.Is4() {
+			return a
+		}
+	}
+	return addressOf(w)
+}
+
 func nameOf(w *workload.Workload) string { return w.Namespace + "/" + w.Name }
 
-// Outbound tells what becomes of a flow that a workload opens.
+// notCaptured is the route of what no packet comes to ztun of.
+const notCaptured = "not captured"
+
+// UDP tells what becomes of datagrams that a workload sends: questions are answered, nothing else is captured.
+func (m Mesh) UDP(from *workload.Workload, to netip.AddrPort) Report {
+	r := Report{From: nameOf(from), FromAddress: addressLike(from, to.Addr()).String(), To: to.String(), UDP: true, Route: notCaptured}
+	if proxy.IsQuestion(to) && !staysInPod(from, to) {
+		r.Route = proxy.AnsweredHere.String()
+	}
+	return r
+}
+
+// staysInPod reports whether the kernel of a pod delivers to an address by itself.
+func staysInPod(from *workload.Workload, to netip.AddrPort) bool {
+	return to.Addr().IsLoopback() || slices.Contains(from.Addresses, to.Addr())
+}
+
+// Outbound tells what becomes of a TCP flow that a workload opens.
 func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 	var trace proxy.Trace
-	q := proxy.Query{Source: from, From: AddressOf(from), Target: to, Network: m.Network, Trace: &trace}
+	q := proxy.Query{Source: from, From: addressLike(from, to.Addr()), Target: to, Network: m.Network, Avoid: m.Avoid, Trace: &trace}
 	branches, heaviest := m.branches(q)
 	q.Rand = heaviest
 	d := proxy.Classify(m.State, &q)
 	r := Report{From: nameOf(from), FromAddress: q.From.String(), To: to.String(), Route: d.Route.String(), Waypoints: branches}
+	switch {
+	case staysInPod(from, to) && d.Err == nil:
+		return Report{From: r.From, FromAddress: r.FromAddress, To: r.To, Route: notCaptured}
+	case d.Route == proxy.AnsweredHere:
+		return r
+	}
 	m.describe(&r, from, to, &trace)
 	if trace.Waypoint != nil {
 		r.Waypoint, r.SkipsIt = trace.Waypoint.String(), trace.FromWaypoint
@@ -254,7 +289,7 @@ func (m Mesh) describe(r *Report, from *workload.Workload, to netip.AddrPort, tr
 // several. The numbers are those that the choice by weight is made with.
 func (m Mesh) branches(q proxy.Query) (list []Branch, heaviest uint64) {
 	v := m.State.ServiceAt(m.Network, q.Target.Addr(), q.Source.Namespace)
-	if v == nil || len(v.WeightedWaypoints) < 2 {
+	if v == nil || len(v.WeightedWaypoints) < 2 || proxy.IsQuestion(q.Target) {
 		return nil, 0
 	}
 	var sum, at uint64
@@ -314,23 +349,36 @@ func (m Mesh) remote(r *Report, from *workload.Workload, d *proxy.Decision, wayp
 	if d.Route != proxy.OverHBONE {
 		return // it is outside the mesh: nobody asks
 	}
-	m.judge(r, &authz.Request{Source: netip.AddrPortFrom(AddressOf(from), 0), Peer: from.Identity(), Destination: d.Target, Workload: d.Destination})
+	source := addressLike(from, d.NextHop.Addr()) // that of the tunnel
+	m.judge(r, authz.Request{Source: netip.AddrPortFrom(source, 0), Peer: from.Identity(), Destination: d.Target, Workload: d.Destination})
 }
 
-// Inbound tells what policy says of a connection to a workload: over HBONE with the identity of from, or in plaintext from an address.
-func (m Mesh) Inbound(from *workload.Workload, source netip.Addr, to *workload.Workload, port uint16) Report {
-	r := Report{From: source.String(), To: netip.AddrPortFrom(AddressOf(to), port).String(), Inbound: true, Destination: "workload " + nameOf(to), Route: "plaintext"}
-	req := authz.Request{Source: netip.AddrPortFrom(source, 0), Destination: netip.AddrPortFrom(AddressOf(to), port), Workload: to}
+// Inbound tells what policy says of a connection to an address of a workload: over HBONE with the identity of from, or in plaintext from
+// an address.
+func (m Mesh) Inbound(from *workload.Workload, source netip.Addr, to *workload.Workload, at netip.AddrPort) Report {
+	r := Report{From: source.String(), To: at.String(), Inbound: true, Destination: "workload " + nameOf(to), Route: "plaintext"}
+	req := authz.Request{Source: netip.AddrPortFrom(source, 0), Destination: at, Workload: to}
 	if from != nil {
-		r.From, r.FromAddress, r.Route, req.Peer = nameOf(from), source.String(), "HBONE", from.Identity()
+		r.From, r.FromAddress, r.Route, req.Peer = nameOf(from), source.String(), proxy.OverHBONE.String(), from.Identity()
 	}
-	m.judge(&r, &req)
+	m.judge(&r, req)
 	return r
 }
 
-func (m Mesh) judge(r *Report, req *authz.Request) {
-	req.IgnoreMissing = m.AllowUnknown
-	v, considered := authz.Explain(m.State, req)
+// judge says what the node of the destination decides about a connection, which has come over HBONE if it has a peer.
+func (m Mesh) judge(r *Report, req authz.Request) {
+	port, err := req.Destination.Port(), error(nil)
+	if req.Peer.IsZero() {
+		err = proxy.CheckPort(port)
+	} else {
+		port, err = proxy.ApplicationPort(req.Workload, port)
+	}
+	if err != nil {
+		r.Verdict, r.Allowed = err.Error(), new(bool)
+		return
+	}
+	req.Destination, req.IgnoreMissing = netip.AddrPortFrom(req.Destination.Addr(), port), m.AllowUnknown
+	v, considered := authz.Explain(m.State, &req)
 	r.Verdict, r.Allowed = v.String(), &v.Allowed
 	for _, c := range considered {
 		p := Policy{Key: c.Key, Missing: c.Policy == nil, Matched: c.Matched, Rule: c.Group, Failed: c.Failed}
@@ -461,7 +509,9 @@ func (r *Report) Outcome() string {
 		}
 		return "by waypoint " + strings.Join(names, " or ")
 	case r.Waypoint != "" && !r.SkipsIt:
-		return "HBONE by waypoint " + r.Waypoint
+		return r.Route + " by waypoint " + r.Waypoint
+	case r.Route == proxy.AnsweredHere.String():
+		return "DNS, answered here"
 	}
 	return r.Route
 }
@@ -511,7 +561,7 @@ func (m Mesh) InboundMatrix(to *workload.Workload, further ...uint16) (grants []
 	ports := m.portsAt(to, further)
 	ask := func(from *workload.Workload, source netip.Addr, name string) {
 		for _, p := range ports {
-			r := m.Inbound(from, source, to, p)
+			r := m.Inbound(from, source, to, netip.AddrPortFrom(addressOf(to), p))
 			g := Grant{From: name, Port: p, Allowed: *r.Allowed, Verdict: r.Verdict}
 			for _, pol := range r.Policies {
 				if pol.Matched && strings.HasSuffix(r.Verdict, ": "+pol.Key) {
@@ -525,7 +575,7 @@ func (m Mesh) InboundMatrix(to *workload.Workload, further ...uint16) (grants []
 	for _, w := range m.State.State().Workloads {
 		if id := w.Identity(); !seen[id] {
 			seen[id] = true
-			ask(w, AddressOf(w), id.String())
+			ask(w, addressLike(w, addressOf(to)), id.String())
 		}
 	}
 	slices.SortStableFunc(grants, func(a, b Grant) int { return strings.Compare(a.From, b.From) })

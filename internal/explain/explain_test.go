@@ -110,6 +110,11 @@ verdict     the gateway of the other network picks the destination, whose node d
 	if got := r.Outcome(); got != "double HBONE" {
 		t.Errorf("outcome %q", got)
 	}
+	m.State.ServiceNamed("web.shop.svc.cluster.local", "shop").SubjectAltNames = nil
+	r = m.Outbound(from, netip.MustParseAddrPort("10.96.0.10:80"))
+	if text := r.Text(); !strings.Contains(text, "\n            beyond the gateway nobody: the service names no identity, so that every peer is refused\n") {
+		t.Errorf("of a service without identities it says\n%s", text)
+	}
 }
 
 func TestMatrixLeavesOutWhatIsHidden(t *testing.T) {
@@ -121,5 +126,67 @@ func TestMatrixLeavesOutWhatIsHidden(t *testing.T) {
 	}
 	if diff := cmp.Diff([]string{"10.96.0.10:80", "[fd96::10]:80"}, got); diff != "" {
 		t.Errorf("destinations (-want +got):\n%s", diff)
+	}
+}
+
+const policies = `
+workloads:
+- {uid: k//Pod/shop/cart, name: cart, namespace: shop, serviceAccount: cart, protocol: HBONE, workloadIps: [10.1.0.1, "fd00::1"], services: {}}
+- uid: k//Pod/shop/web
+  name: web
+  namespace: shop
+  serviceAccount: web
+  protocol: HBONE
+  workloadIps: [10.1.0.2, "fd00::2"]
+  authorizationPolicies: [shop/no-v6, shop/no-15088]
+  services: {}
+- uid: k//Pod/shop/tunnel
+  name: tunnel
+  namespace: shop
+  serviceAccount: tunnel
+  protocol: HBONE
+  workloadIps: [10.1.0.3]
+  applicationTunnel: {protocol: PROXY, port: 15088}
+  authorizationPolicies: [shop/no-15088]
+  services: {}
+policies:
+- {name: no-v6, namespace: shop, scope: WorkloadSelector, action: Deny, dryRun: false, rules: [[[{sourceIps: ["fd00::/64"], destinationIps: ["fd00::2/128"]}]]]}
+- {name: no-15088, namespace: shop, scope: WorkloadSelector, action: Deny, dryRun: false, rules: [[[{destinationPorts: [15088]}]]]}
+`
+
+// Policy is asked about what it is asked about at the destination: addresses of the family that the connection has, and the port of the
+// application behind its tunnel. What leads to the proxy itself is refused there.
+func TestPolicyIsAskedAsTheDestinationDoes(t *testing.T) {
+	st, err := workload.ParseStatic("state", []byte(policies))
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := Mesh{State: workload.NewSnapshot(st)}
+	for _, tt := range []struct {
+		name string
+		q    Question
+		to   string
+		want string
+	}{
+		{"IPv4", Question{From: "shop/cart", To: "10.1.0.2:80"}, "10.1.0.2:80", "no allow policies"},
+		{"IPv6", Question{From: "shop/cart", To: "[fd00::2]:80"}, "[fd00::2]:80", "explicitly denied by: shop/no-v6"},
+		{"inbound, IPv4", Question{From: "shop/cart", To: "10.1.0.2:80", Inbound: true}, "10.1.0.2:80", "no allow policies"},
+		{"inbound, IPv6", Question{From: "shop/cart", To: "[fd00::2]:80", Inbound: true}, "[fd00::2]:80", "explicitly denied by: shop/no-v6"},
+		{"inbound, from an address", Question{From: "fd00::9", To: "shop/web:80", Inbound: true}, "[fd00::2]:80", "explicitly denied by: shop/no-v6"},
+		{"an application tunnel", Question{From: "shop/cart", To: "10.1.0.3:80"}, "10.1.0.3:80", "explicitly denied by: shop/no-15088"},
+		{"inbound, an application tunnel", Question{From: "shop/cart", To: "10.1.0.3:80", Inbound: true}, "10.1.0.3:80", "explicitly denied by: shop/no-15088"},
+		{"inbound, past the tunnel", Question{From: "shop/cart", To: "10.1.0.3:80", Inbound: true, Plaintext: true}, "10.1.0.3:80", "no allow policies"},
+		{"a port of the proxy", Question{From: "shop/cart", To: "10.1.0.2:15006"}, "10.1.0.2:15006", "attempted recursive call to ourselves"},
+		{"inbound, a port of the proxy", Question{From: "shop/cart", To: "10.1.0.2:15006", Inbound: true}, "10.1.0.2:15006", "attempted recursive call to ourselves"},
+		{"inbound, a port of the proxy, in plaintext", Question{From: "192.0.2.1", To: "10.1.0.2:15001", Inbound: true, Plaintext: true}, "10.1.0.2:15001", "attempted recursive call to ourselves"},
+	} {
+		r, err := m.Ask(tt.q)
+		if err != nil || r.Allowed == nil {
+			t.Errorf("%s: %v: %+v", tt.name, err, r)
+			continue
+		}
+		if r.To != tt.to || r.Verdict != tt.want || *r.Allowed != (tt.want == "no allow policies") {
+			t.Errorf("%s: to %s it is %q, allowed %v; want to %s and %q", tt.name, r.To, r.Verdict, *r.Allowed, tt.to, tt.want)
+		}
 	}
 }

@@ -3,6 +3,8 @@ package explain
 import (
 	"fmt"
 	"strings"
+
+	"ztun.dev/ztun/proxy"
 )
 
 // Text is the report for people.
@@ -15,12 +17,17 @@ func (r *Report) Text() string {
 	if r.FromAddress != "" {
 		from += " (" + r.FromAddress + ")"
 	}
-	line("flow", "%s -> %s", from, r.To)
-	destination := r.Destination
-	if r.Match != "" {
-		destination += ", " + r.Match
+	udp := ""
+	if r.UDP {
+		udp = ", UDP"
 	}
-	line("destination", "%s", destination)
+	line("flow", "%s -> %s%s", from, r.To, udp)
+	switch {
+	case r.Match != "":
+		line("destination", "%s, %s", r.Destination, r.Match)
+	case r.Destination != "":
+		line("destination", "%s", r.Destination)
+	}
 	if len(r.Hidden) > 0 {
 		line("", "hidden from the source's namespace: %s", strings.Join(r.Hidden, ", "))
 	}
@@ -36,10 +43,19 @@ func (r *Report) Text() string {
 	switch {
 	case r.Error != "":
 		line("refused", "%s", r.Error)
+	case r.Route == notCaptured && r.UDP:
+		line("transport", "not captured: of UDP only questions, to port 53 of other addresses, come to ztun")
+	case r.Route == notCaptured:
+		line("transport", "not captured: what a pod sends to itself stays in its kernel")
+	case r.Route == proxy.AnsweredHere.String():
+		line("transport", "DNS, answered here: names of the mesh from its state, others are forwarded to a resolver")
 	case r.Authority != "":
 		line("transport", "%s, %s, next hop %s, authority %s", r.Route, r.by(), r.NextHop, r.Authority)
 		line("identity", "expects %s", strings.Join(r.Accepts, " or "))
-		if r.Gateway != "" {
+		switch {
+		case r.Gateway != "" && len(r.Beyond) == 0:
+			line("", "beyond the gateway nobody: the service names no identity, so that every peer is refused")
+		case r.Gateway != "":
 			line("", "beyond the gateway %s", strings.Join(r.Beyond, " or "))
 		}
 	case r.NextHop != "":

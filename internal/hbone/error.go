@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"net/http"
 	"net/netip"
 	"syscall"
@@ -12,13 +13,14 @@ import (
 // ErrUnknownPeer is wrapped by an error of Pool.Open when the peer proved none of the accepted identities.
 var ErrUnknownPeer = errors.New("peer did not present an accepted identity")
 
-// A Phase is a step of opening a stream, each with its own time limit.
+// A Phase is a step of opening a stream. Each has its own time limit, but that PhaseHandshake and PhaseHTTP2 have one together.
 type Phase uint8
 
 // The phases of Pool.Open, in order.
 const (
 	PhaseConnect   Phase = iota // TCP connection to the next hop
-	PhaseHandshake              // certificate, TLS and HTTP/2 handshake
+	PhaseHandshake              // certificate and TLS handshake
+	PhaseHTTP2                  // waiting for the peer to speak HTTP/2
 	PhaseResponse               // CONNECT sent, waiting for its response
 )
 
@@ -28,6 +30,8 @@ func (p Phase) String() string {
 		return "connect"
 	case PhaseHandshake:
 		return "handshake"
+	case PhaseHTTP2:
+		return "HTTP/2 handshake"
 	}
 	return "response"
 }
@@ -37,6 +41,18 @@ type OpenError struct {
 	Phase   Phase
 	NextHop netip.AddrPort
 	Err     error // context.DeadlineExceeded when the phase's limit passed; the dialer's error as it came
+}
+
+// phaseOf is the phase in which a request failed: settled says whether the peer spoke HTTP/2 by then. With TLS 1.3 it tells only after the
+// handshake that it refuses our certificate.
+func phaseOf(err error, settled bool) Phase {
+	if settled {
+		return PhaseResponse
+	}
+	if alert, ok := errors.AsType[*net.OpError](err); ok && alert.Op == "remote error" { // crypto/tls has no type for it
+		return PhaseHandshake
+	}
+	return PhaseHTTP2
 }
 
 // Error implements error. Of a connection attempt without an answer it says in ztunnel's words what the reason may be.

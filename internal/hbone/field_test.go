@@ -122,11 +122,12 @@ func TestPeerHasVanished(t *testing.T) {
 // TestSilentPeer: who accepts a connection and says nothing has it for 10 s, and nothing is left.
 func TestSilentPeer(t *testing.T) {
 	for _, tt := range []struct {
-		name string
-		dial func(t *testing.T, ms *mesh) loop.Conn
+		name  string
+		phase Phase
+		dial  func(t *testing.T, ms *mesh) loop.Conn
 	}{
-		{"FP-02 no TLS", func(*testing.T, *mesh) loop.Conn { a, _ := loop.Pipe(); return a }},
-		{"FP-02 no HTTP/2", func(t *testing.T, ms *mesh) loop.Conn {
+		{"FP-02 no TLS", PhaseHandshake, func(*testing.T, *mesh) loop.Conn { a, _ := loop.Pipe(); return a }},
+		{"FP-02 no HTTP/2", PhaseHTTP2, func(t *testing.T, ms *mesh) loop.Conn {
 			a, b := loop.Pipe()
 			ms.m.Group().Go(context.Background(), func(ctx context.Context) {
 				cfg, _ := ms.server.cfg.TLS(ctx)
@@ -149,8 +150,8 @@ func TestSilentPeer(t *testing.T) {
 			began := ms.m.Group().Now()
 			_, err := ms.open()
 			var oe *OpenError
-			if !errors.As(err, &oe) || oe.Phase != PhaseHandshake || !errors.Is(err, context.DeadlineExceeded) {
-				t.Errorf("Open = %v, want the limit of the handshake", err)
+			if !errors.As(err, &oe) || oe.Phase != tt.phase || !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("Open = %v, want the limit of the %v", err, tt.phase)
 			}
 			if took := ms.m.Group().Now().Sub(began); took != 10*time.Second {
 				t.Errorf("it took %v, want 10 s for TLS and HTTP/2 together", took)

@@ -18,8 +18,8 @@ import (
 // errRefused is why a request may be sent again: the peer certainly did not process it (RFC 9113, section 8.7).
 var errRefused = errors.New("hbone: the peer refused the stream unprocessed")
 
-// errPoolClosed is returned by Open after Drain.
-var errPoolClosed = errors.New("hbone: the pool takes no new streams")
+// errPoolClosed is returned by Open after Drain. The words are ztunnel's.
+var errPoolClosed = errors.New("pool draining")
 
 // maxAttempts bounds the tunnels that one Open tries, one of which may have refused it.
 const maxAttempts = 4
@@ -99,11 +99,7 @@ func (p *Pool) Open(ctx context.Context, target Target) (Stream, error) {
 		case (errors.Is(err, errGoingAway) || errors.Is(err, errStreamLimit)) && attempt < maxAttempts:
 			continue // it was not sent
 		}
-		phase := PhaseResponse
-		if !settled {
-			phase = PhaseHandshake // the peer never spoke HTTP/2; with TLS 1.3 it tells only now that it refuses our certificate
-		}
-		return nil, &OpenError{Phase: phase, NextHop: target.NextHop, Err: err}
+		return nil, &OpenError{Phase: phaseOf(err, settled), NextHop: target.NextHop, Err: err}
 	}
 }
 

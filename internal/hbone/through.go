@@ -59,11 +59,7 @@ func (p *Pool) OpenThrough(ctx context.Context, gateway, target Target) (Stream,
 		return nil, fail(PhaseResponse, err)
 	}
 	if o.err != nil {
-		phase := PhaseResponse
-		if !o.settled {
-			phase = PhaseHandshake
-		}
-		return nil, fail(phase, o.err)
+		return nil, fail(phaseOf(o.err, o.settled), o.err)
 	}
 	return o.s, nil
 }

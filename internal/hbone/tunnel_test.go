@@ -610,6 +610,33 @@ func TestPoolClientRefused(t *testing.T) {
 	}
 }
 
+// TestPoolPeerWithoutHTTP2: a peer that has done TLS and then something else has failed at the HTTP/2 handshake.
+func TestPoolPeerWithoutHTTP2(t *testing.T) {
+	for _, says := range []string{"", "HTTP/1.1 400 Bad Request\r\n\r\n"} {
+		t.Run(fmt.Sprintf("%q and closes", says), func(t *testing.T) {
+			var ms *mesh
+			ms = newMesh(t, meshConfig{pool: PoolConfig{Dialer: dialFunc(func(context.Context, netip.AddrPort) (loop.Conn, error) {
+				a, b := loop.Pipe()
+				ms.m.Group().Go(context.Background(), func(ctx context.Context) {
+					cfg, _ := ms.server.cfg.TLS(ctx)
+					s := tls.Server(ms.m.Group().Blocking(ctx, b), cfg)
+					defer s.Close()
+					if err := s.Handshake(); err != nil {
+						t.Errorf("handshake: %v", err)
+						return
+					}
+					_, _ = io.WriteString(s, says) // the client may be gone
+				})
+				return a, nil
+			})}})
+			_, err := ms.open()
+			if oe, ok := errors.AsType[*OpenError](err); !ok || oe.Phase != PhaseHTTP2 {
+				t.Errorf("Open = %v, want an error of the %v", err, PhaseHTTP2)
+			}
+		})
+	}
+}
+
 // TestPoolGoAwayRetry: a request that a draining server did not take goes to a fresh tunnel, not to another of the old ones, which
 // have room.
 func TestPoolGoAwayRetry(t *testing.T) {

@@ -48,11 +48,11 @@ var table = []row{
 	{"dnsproxy", "names of the mesh answered, others forwarded", []string{"workload", "telemetry", "loop"}}, // its resolver waits as set-ups do
 	{"internal/admin", "HTTP for people and probes: state, metrics, readiness, log levels", []string{"workload", "telemetry"}},
 	{"proxy", "decides what happens to a flow and moves its bytes", []string{"stack", "loop", "hbone", "authz", "workload", "telemetry"}},
+	{"internal/explain", "why a flow goes where it goes", []string{"proxy", "authz", "workload"}},
 	{"internal/node", "the composition root", []string{
 		"tun", "stack", "proxy", "dnsproxy", "loop", "config", "workload", "ca", "underlay", "identity", "authz", "telemetry", "hbone",
-		"admin", "replay",
+		"admin", "replay", "explain",
 	}},
-	{"internal/explain", "why a flow goes where it goes", []string{"proxy", "authz", "workload"}},
 	{"internal/demo", "the demonstration of the README", []string{"lab", "node", "ca", "config"}},
 	{"internal/benchnet", "what ztun costs, beside direct traffic and yardsticks", []string{"lab", "ca", "config", "node"}},
 	{"internal/scenarios", "which of the numbered scenarios the tests have shown", nil},

@@ -43,7 +43,7 @@ func (n *Node) observe(o Options) (err error) {
 	o.Ports.Admin, o.Ports.Stats = port(o.Ports.Admin, n.cfg.AdminPort), port(o.Ports.Stats, n.cfg.StatsPort)
 	o.Build.Go, o.Build.IstioVersion = runtime.Version(), n.cfg.IstioVersion
 	n.admin, err = admin.New(admin.Config{
-		Ports: o.Ports, Dumper: n, Records: n.records, Levels: n.levels, Metrics: telemetry.MetricsHandler(n.registry), Readiness: n.readiness, Capture: n.serveCapture,
+		Ports: o.Ports, Dumper: n, Records: n.records, Levels: n.levels, Metrics: telemetry.MetricsHandler(n.registry), Readiness: n.readiness, Capture: n.serveCapture, Explain: n.serveExplain,
 		Shutdown: func() { n.quit(errors.New("asked to by the admin port")) }, Now: time.Now, After: time.After, Build: o.Build, Log: log,
 	})
 	return err

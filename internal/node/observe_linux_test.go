@@ -68,6 +68,12 @@ func TestNetnsWhatTheAdminPortsShow(t *testing.T) {
 	if strings.Contains(text, "PRIVATE KEY") {
 		t.Error("the dump has a private key")
 	}
+	explained := a.get(t, http.MethodGet, "admin", "/debug/explain?from=shop/client&to=10.96.0.10:80")
+	for _, want := range []string{`"service":"web.shop.svc.cluster.local"`, `"route":"HBONE"`, `"nextHop":"` + addrPort(b.pods[webB].Addr4, 15008) + `"`, `"allowed":true`} {
+		if !strings.Contains(explained, want) {
+			t.Errorf("/debug/explain lacks %s: %s", want, explained)
+		}
+	}
 	a.get(t, http.MethodPost, "admin", "/quitquitquit")
 	select {
 	case <-a.done:

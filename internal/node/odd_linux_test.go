@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
+	"os"
 	"strings"
 	"syscall"
 	"testing"
@@ -15,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/internal/hbone"
 	"ztun.dev/ztun/internal/lab"
 )
 
@@ -105,6 +107,39 @@ func checkOddAddresses(t *testing.T, b *bed) {
 	if got, err := b.ask(client, "10.96.0.10:80"); err != nil || got == "" {
 		t.Errorf("afterwards the service answers %q, %v", got, err)
 	}
+}
+
+// Nobody outside gets through the proxy's own ports: neither to the proxy nor to what listens there.
+func TestNetnsPortsOfTheProxy(t *testing.T) {
+	eachBackend(t, func(t *testing.T, b *bed) { t.Run("DP-115", func(t *testing.T) { checkPortsOfTheProxy(t, b) }) })
+}
+
+func checkPortsOfTheProxy(t *testing.T, b *bed) {
+	z := b.start(1)
+	web, outside := b.pods[webB], b.pods[plainB]
+	if b.capture == config.CaptureTUN && !b.handsBack() { // otherwise ztun listens there
+		b.serve(web, outboundPort, who)
+		b.serve(web, inboundPort, who)
+	}
+	for _, to := range []netip.Addr{web.Addr4, web.Addr6} {
+		for _, port := range []uint16{outboundPort, inboundPort, 15080} {
+			if err := b.refusal(outside, addrPort(to, port)); !errors.Is(err, b.seen(unix.ECONNREFUSED)) {
+				t.Errorf("%s: %v, want it refused", addrPort(to, port), err)
+			}
+		}
+		c, err := b.dial(outside, addrPort(to, hbone.Port))
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.SetDeadline(time.Now().Add(9 * time.Second))
+		_, _ = io.WriteString(c, "GET / HTTP/1.1\r\n\r\n") // it may be closed at the first byte
+		if got, err := io.ReadAll(c); len(got) != 0 || errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("clear text to %s is answered by %q, %v; want it closed", addrPort(to, hbone.Port), got, err)
+		}
+		c.Close()
+	}
+	z.out.await(t, `error="attempted recursive call to ourselves"`, z.done, `direction="inbound"`)
+	awaitNoneOpen(t, z)
 }
 
 // linkLocalOf is the link-local address of an interface of a host.

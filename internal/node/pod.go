@@ -198,7 +198,7 @@ func (l *pipeline) assemble(n *Node, c *workload.Client, u *underlay.Underlay, l
 		Client: c, Local: local, Network: n.cfg.Network, Store: &n.store, Underlay: u, Tunnel: l.pool, Kernel: kernel, OwnSource: l.ownSource, DNS: dns, Resolver: n.resolver,
 		Questions: n.questions, Records: n.records, Connections: n.conns, Group: n.group, Rand: n.rand, Log: l.log, ConnectTimeout: n.cfg.ConnectTimeout,
 		Budget: n.budget, MaxUnanswered: int(n.cfg.MaxInFlightPerPod), HalfClosedTimeout: unlessZero(n.cfg.HalfClosedTimeout), AppTunnelOnPodAddress: !n.cfg.LocalhostAppTunnel, NoBaggage: !n.cfg.EnableResponseBaggage,
-		LogPolicyAtInfo: n.cfg.AuthzPolicyInfoLogging,
+		LogPolicyAtInfo: n.cfg.AuthzPolicyInfoLogging, AvoidFailed: true,
 	})
 	if err != nil {
 		return nil, err

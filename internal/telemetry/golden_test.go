@@ -347,7 +347,7 @@ func TestOnDemandDNSIsCountedAndBounded(t *testing.T) {
 	w := outbound().Source
 	described(w)
 	for i := range 6 {
-		l.OnDemandDNS(w, fmt.Sprint("h", i%5))
+		l.OnDemandDNS(w, &workload.Workload{Hostname: fmt.Sprint("h", i%5)})
 	}
 	f := scrape(t, reg)["istio_on_demand_dns_total"]
 	want := map[string]float64{"hostname=h0": 2, "hostname=h1": 1, "hostname=h2": 1, "hostname=other": 2}

@@ -14,6 +14,10 @@ import (
 // forgetAfter is how long the series of workloads that are gone stay: the longest usual interval of scrapes is a minute.
 const forgetAfter = 5 * time.Minute
 
+// forgetUnrecordedAfter is how long a series stays that is about a peer without a record, so that nobody tells when it is gone. It is longer
+// because the peer may come back, and what is counted then begins at zero again. Where there is no room for others it is forgetAfter.
+const forgetUnrecordedAfter = time.Hour
+
 // A labelSet are the values of labelNames. That of the flags is set where the metric is written.
 type labelSet [labelCount]string
 
@@ -22,10 +26,35 @@ type series struct {
 	labels labelSet
 	open   int       // connections now
 	idle   time.Time // since when none is open
-	uids   [2]string // the workloads of the last connection
+	sides  sides     // of the last connection
 
 	opened, received, sent uint64
 	closed                 [flagCount]uint64
+}
+
+// sides are whom a series is about: it ends when one of them is gone.
+type sides struct {
+	uids       [2]string // source and destination; "": nobody, or without a record
+	unrecorded bool      // a side is named by what it has proved or claimed only
+}
+
+// add names a side by its record, if it has one, or by its identity.
+func (s *sides) add(i int, w *workload.Workload, id workload.Identity) {
+	switch {
+	case w != nil && w.UID != "":
+		s.uids[i] = w.UID
+	case w != nil || !id.IsZero():
+		s.unrecorded = true
+	}
+}
+
+// ended reports whether what has been idle for a time is no longer told of.
+func (s *sides) ended(idle time.Duration, state *workload.Snapshot, full bool) bool {
+	if idle < forgetAfter || state == nil {
+		return false
+	}
+	gone := func(uid string) bool { return uid != "" && state.Workload(uid) == nil }
+	return slices.ContainsFunc(s.uids[:], gone) || s.unrecorded && (full || idle >= forgetUnrecordedAfter)
 }
 
 // metrics are the collectors of a Recorder, which is a prometheus.Collector itself: bytes of open connections are read when somebody asks.
@@ -33,11 +62,11 @@ type metrics struct {
 	limit  int       // of series
 	swept  time.Time // when forget was called
 	series map[labelSet]*series
-	early  [2]map[Reason]uint64 // by direction
-	dns    map[dnsLabels]uint64 // endpoints' hostnames that were looked for
-	ends   [2]map[Reason]uint64 // all failures, by direction
-	keep   []int                // places of the labels that are exported
-	dnsIn  []int                // of them, those that dns has
+	early  [2]map[Reason]uint64   // by direction
+	dns    map[dnsLabels]*lookups // by source and hostname
+	ends   [2]map[Reason]uint64   // all failures, by direction
+	keep   []int                  // places of the labels that are exported
+	dnsIn  []int                  // of them, those that dns has
 
 	opened, closed, failed, received, sent        *prometheus.Desc
 	sockets, flows, earlyDeny, failures, logDrops *prometheus.Desc
@@ -45,7 +74,7 @@ type metrics struct {
 }
 
 func newMetrics(limit int, dropped []string) *metrics {
-	m := &metrics{limit: limit, series: make(map[labelSet]*series), dns: make(map[dnsLabels]uint64)}
+	m := &metrics{limit: limit, series: make(map[labelSet]*series), dns: make(map[dnsLabels]*lookups)}
 	for d := range m.early {
 		m.early[d], m.ends[d] = make(map[Reason]uint64), make(map[Reason]uint64)
 	}
@@ -122,7 +151,7 @@ func (r *Recorder) Collect(ch chan<- prometheus.Metric) {
 		for _, i := range m.dnsIn {
 			values = append(values, l.source[i-labelSource])
 		}
-		add(m.onDemandDNS, prometheus.CounterValue, n, append(values, l.hostname)...)
+		add(m.onDemandDNS, prometheus.CounterValue, n.count, append(values, l.hostname)...)
 	}
 	for d, name := range []string{Outbound: "outbound", Inbound: "inbound"} {
 		add(m.sockets, prometheus.GaugeValue, open[d], reporter(Direction(d)))
@@ -154,14 +183,14 @@ func (m *metrics) values(s *series, f Flag) []string {
 }
 
 // of is the series of a connection that opens; it counts it.
-func (m *metrics) of(labels *labelSet, uids [2]string, now time.Time, state *workload.Snapshot) *series {
+func (m *metrics) of(labels *labelSet, about sides, now time.Time, state *workload.Snapshot) *series {
 	s := m.series[*labels]
 	if s == nil {
-		if len(m.series) >= m.limit && now.Sub(m.swept) >= time.Minute {
-			m.forget(now, state)
+		if len(m.series) >= m.limit {
+			m.makeRoom(now, state)
 		}
 		if len(m.series) >= m.limit {
-			labels = labels.others()
+			labels, about = labels.others(), sides{}
 			s = m.series[*labels]
 		}
 		if s == nil {
@@ -171,20 +200,30 @@ func (m *metrics) of(labels *labelSet, uids [2]string, now time.Time, state *wor
 	}
 	s.open++
 	s.opened++
-	s.uids = uids
+	s.sides = about
 	return s
 }
 
-// forget drops the series of workloads that are gone.
+// makeRoom is called when there are as many sets of labels as there may be. It looks for ended ones once a minute.
+func (m *metrics) makeRoom(now time.Time, state *workload.Snapshot) {
+	if now.Sub(m.swept) >= time.Minute {
+		m.forget(now, state)
+	}
+}
+
+// forget drops the series that have ended.
 func (m *metrics) forget(now time.Time, state *workload.Snapshot) {
 	m.swept = now
-	if state == nil {
-		return
-	}
-	gone := func(uid string) bool { return uid != "" && state.Workload(uid) == nil }
+	full := len(m.series) >= m.limit
 	for labels, s := range m.series {
-		if s.open == 0 && now.Sub(s.idle) >= forgetAfter && slices.ContainsFunc(s.uids[:], gone) {
+		if s.open == 0 && s.sides.ended(now.Sub(s.idle), state, full) {
 			delete(m.series, labels)
+		}
+	}
+	full = len(m.dns) >= m.limit
+	for labels, n := range m.dns {
+		if n.sides.ended(now.Sub(n.last), state, full) {
+			delete(m.dns, labels)
 		}
 	}
 }
@@ -220,7 +259,7 @@ func reporter(d Direction) string {
 const unknown = "unknown"
 
 // labels are the labels of a connection. What is dropped is the same for all.
-func (f *Facts) labels(keep []int) (l labelSet, uids [2]string) {
+func (f *Facts) labels(keep []int) (l labelSet, about sides) {
 	l[labelReporter] = reporter(f.Direction)
 	l[labelProtocol], l[labelFlags], l[labelSecurity] = "tcp", FlagNone.String(), unknown
 	if f.Protocol != TCP {
@@ -248,12 +287,9 @@ func (f *Facts) labels(keep []int) (l labelSet, uids [2]string) {
 			l[i] = unknown
 		}
 	}
-	for i, w := range []*workload.Workload{f.Source, f.Destination} {
-		if w != nil {
-			uids[i] = w.UID
-		}
-	}
-	return l, uids
+	about.add(0, f.source(), source)
+	about.add(1, f.Destination, destination)
+	return l, about
 }
 
 // source is the workload that opened the connection, as far as it is known.
@@ -307,22 +343,42 @@ type dnsLabels struct {
 	hostname string
 }
 
+// lookups count connections for which a hostname had to be resolved.
+type lookups struct {
+	count uint64
+	last  time.Time
+	sides sides // of the last
+}
+
 // OnDemandDNS counts a connection for which the hostname of an endpoint has to be resolved, whether it is known already or not.
-func (r *Recorder) OnDemandDNS(source *workload.Workload, hostname string) {
+func (r *Recorder) OnDemandDNS(source, endpoint *workload.Workload) {
 	var all labelSet
 	all.side(labelSource, labelLocality, source, source.Identity())
-	l := dnsLabels{hostname: hostname}
+	l, about := dnsLabels{hostname: endpoint.Hostname}, sides{uids: [2]string{source.UID, endpoint.UID}}
 	for _, i := range r.metrics.dnsIn {
 		l.source[i-labelSource] = cmp.Or(all[i], unknown)
 	}
+	now, state := r.cfg.Now(), r.state()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	m := r.metrics
-	if _, ok := m.dns[l]; !ok && len(m.dns) >= m.limit {
-		l = dnsLabels{hostname: "other"}
-		for _, i := range m.dnsIn {
-			l.source[i-labelSource] = "other"
+	n := m.dns[l]
+	if n == nil {
+		if len(m.dns) >= m.limit {
+			m.makeRoom(now, state)
+		}
+		if len(m.dns) >= m.limit {
+			l, about = dnsLabels{hostname: "other"}, sides{}
+			for _, i := range m.dnsIn {
+				l.source[i-labelSource] = "other"
+			}
+			n = m.dns[l]
+		}
+		if n == nil {
+			n = new(lookups)
+			m.dns[l] = n
 		}
 	}
-	m.dns[l]++
+	n.count++
+	n.last, n.sides = now, about
 }

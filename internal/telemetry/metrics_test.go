@@ -199,6 +199,82 @@ func TestSeriesAreBounded(t *testing.T) {
 	}
 }
 
+// Of a peer without a record, of which is known what it has proved or says of itself, nobody tells when it is gone: its series end after an
+// hour, or when there is no room for others.
+func TestSeriesOfTheUnrecordedEnd(t *testing.T) {
+	const maxSeries = 20
+	reg := prometheus.NewRegistry()
+	var store workload.Store
+	here := &workload.Workload{UID: "here", Name: "here", WorkloadName: "here", Namespace: "shop"}
+	store.Replace(workload.State{Workloads: []*workload.Workload{here}})
+	l := newLab(t, Config{Registerer: reg, Store: &store, MaxSeries: maxSeries})
+	claim := func(name string) *workload.Workload { return &workload.Workload{WorkloadName: name} }
+	id := workload.Identity{TrustDomain: "far.local", Namespace: "shop", ServiceAccount: "proved"}
+	l.Open(Facts{Direction: Inbound, Protocol: HBONE, Destination: here, Claimed: claim("claimed")}, nil).Finish(nil)
+	l.Open(Facts{Direction: Inbound, Protocol: HBONE, Destination: here, SrcIdentity: id}, nil).Finish(nil)
+	l.Open(Facts{Protocol: DoubleHBONE, Source: here, Destination: claim("beyond"), DstIdentity: id}, nil).Finish(nil)
+	l.Open(Facts{Direction: Inbound, Destination: here}, nil).Finish(nil) // in plaintext from anybody
+	stays := l.Open(Facts{Direction: Inbound, Protocol: HBONE, Destination: here, Claimed: claim("stays")}, nil)
+	series := func() []string {
+		return slices.Sorted(maps.Keys(values(scrape(t, reg)["istio_tcp_connections_opened_total"], "source_workload", "source_principal", "destination_workload")))
+	}
+	const plain = "destination_workload=here source_principal=unknown source_workload="
+	all := []string{
+		"destination_workload=beyond source_principal=unknown source_workload=here", "destination_workload=here source_principal=spiffe://far.local/ns/shop/sa/proved source_workload=unknown",
+		plain + "claimed", plain + "stays", plain + "unknown",
+	}
+	l.move(forgetUnrecordedAfter - time.Second)
+	if diff := cmp.Diff(all, series()); diff != "" {
+		t.Errorf("within an hour (-want +got):\n%s", diff)
+	}
+	l.move(time.Second)
+	if diff := cmp.Diff([]string{plain + "stays", plain + "unknown"}, series()); diff != "" {
+		t.Errorf("after it (-want +got):\n%s", diff)
+	}
+	stays.Finish(nil)
+
+	for i := range maxSeries + 5 {
+		l.Open(Facts{Direction: Inbound, Protocol: HBONE, Destination: here, Claimed: claim(fmt.Sprint("c", i))}, nil).Finish(nil)
+	}
+	l.move(forgetAfter)
+	l.Open(Facts{Direction: Outbound, Source: here}, nil).Finish(nil)
+	want := []string{
+		plain + "unknown", "destination_workload=other source_principal=other source_workload=other", "destination_workload=unknown source_principal=unknown source_workload=here",
+	}
+	if diff := cmp.Diff(want, series()); diff != "" {
+		t.Errorf("once there was no room (-want +got):\n%s", diff)
+	}
+}
+
+// The counts of hostnames end with the workload that asked, or with the endpoint.
+func TestCountsOfHostnamesEnd(t *testing.T) {
+	reg := prometheus.NewRegistry()
+	var store workload.Store
+	named := func(name string) *workload.Workload {
+		return &workload.Workload{UID: name, WorkloadName: name, Hostname: name + ".example.com"}
+	}
+	state := workload.State{Workloads: []*workload.Workload{named("cart"), named("job"), named("db"), named("old")}}
+	store.Replace(state)
+	l := newLab(t, Config{Registerer: reg, Store: &store, MaxSeries: 3})
+	l.OnDemandDNS(named("cart"), named("db"))
+	l.OnDemandDNS(named("cart"), named("old"))
+	l.OnDemandDNS(named("job"), named("db"))
+	l.OnDemandDNS(named("job"), named("old"))
+	series := func() []string {
+		return slices.Sorted(maps.Keys(values(scrape(t, reg)["istio_on_demand_dns_total"], "source_workload", "hostname")))
+	}
+	state.Workloads = []*workload.Workload{named("cart"), named("db")}
+	store.Replace(state)
+	l.move(forgetAfter - time.Second)
+	if n := len(series()); n != 4 {
+		t.Errorf("%d series at first, want 3 and one for all others", n)
+	}
+	l.move(time.Second)
+	if diff := cmp.Diff([]string{"hostname=db.example.com source_workload=cart", "hostname=other source_workload=other"}, series()); diff != "" {
+		t.Errorf("series (-want +got):\n%s", diff)
+	}
+}
+
 func TestProcessMetrics(t *testing.T) {
 	reg := prometheus.NewPedanticRegistry()
 	if err := RegisterProcess(reg, Build{Version: "v1", Revision: "abc", IstioVersion: "1.30.0"}); err != nil {

@@ -91,10 +91,10 @@ func (r *Recorder) Run(ctx context.Context) error {
 // Open begins the record of a connection, whose set-up ends by close if it has to end before its time.
 func (r *Recorder) Open(f Facts, closer func(cause error)) *Conn {
 	c := &Conn{ID: r.lastID.Add(1), Start: r.cfg.Now(), Facts: f, rec: r, close: closer}
-	labels, uids := f.labels(r.metrics.keep)
+	labels, about := f.labels(r.metrics.keep)
 	state := r.state()
 	r.mu.Lock()
-	c.series = r.metrics.of(&labels, uids, c.Start, state)
+	c.series = r.metrics.of(&labels, about, c.Start, state)
 	r.open[c] = struct{}{}
 	r.mu.Unlock()
 	r.opened.Add(1)
