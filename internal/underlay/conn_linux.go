@@ -19,6 +19,7 @@ type Conn struct {
 	remote netip.AddrPort
 	ref    *loop.Ref
 	failed bool // the kernel reported an error: a reset, which after the peer's FIN reads as EOF
+	empty  bool // there is nothing to read until the next event: of a relay one direction mostly waits, and would ask in each turn
 }
 
 var (
@@ -42,6 +43,9 @@ func newConn(fd int) (*Conn, error) {
 
 // TryRead implements loop.Conn.
 func (c *Conn) TryRead(p []byte) (int, error) {
+	if c.empty {
+		return 0, loop.ErrAgain
+	}
 	for {
 		n, err := unix.Read(c.fd, p)
 		if err == nil {
@@ -51,9 +55,15 @@ func (c *Conn) TryRead(p []byte) (int, error) {
 			return n, nil
 		}
 		if err != unix.EINTR {
-			return 0, connError(err)
+			return 0, c.readError(err)
 		}
 	}
+}
+
+// readError turns an error of a read into that of a loop.Conn. The next event of a socket that is attached tells when to ask again.
+func (c *Conn) readError(err error) error {
+	c.empty = err == unix.EAGAIN && c.ref != nil
+	return connError(err)
 }
 
 // end is what a read of nothing means.
@@ -87,6 +97,9 @@ func (c *Conn) TryWrite(p []byte) (int, error) {
 
 // TryReadv implements loop.Vectored.
 func (c *Conn) TryReadv(bufs [][]byte) (int, error) {
+	if c.empty {
+		return 0, loop.ErrAgain
+	}
 	for {
 		n, err := unix.Readv(c.fd, bufs)
 		if err == nil {
@@ -96,7 +109,7 @@ func (c *Conn) TryReadv(bufs [][]byte) (int, error) {
 			return n, nil
 		}
 		if err != unix.EINTR {
-			return 0, connError(err)
+			return 0, c.readError(err)
 		}
 	}
 }
@@ -176,6 +189,7 @@ func (c *Conn) shut() error {
 
 // Attach implements loop.Conn.
 func (c *Conn) Attach(r *loop.Ref) error {
+	c.empty = false
 	if c.ref != nil {
 		c.ref.Unwatch(c.fd)
 		c.ref = nil
@@ -186,6 +200,9 @@ func (c *Conn) Attach(r *loop.Ref) error {
 	if err := r.Watch(c.fd, func(ev loop.Events) {
 		if ev&loop.Failed != 0 {
 			c.failed = true
+		}
+		if ev != loop.Writable {
+			c.empty = false
 		}
 		r.WakeLocal()
 	}); err != nil {
