@@ -142,6 +142,57 @@ func TestReplayComparesStates(t *testing.T) {
 	}
 }
 
+// States in which not the same pods are in the mesh: the flows of both are paired all the same, and those of one are told as such.
+func TestReplayComparesMembership(t *testing.T) {
+	mesh := filepath.Join(replaySamples, "mesh.yaml")
+	data, err := os.ReadFile(mesh)
+	if err != nil {
+		t.Fatal(err)
+	}
+	leave := func(t *testing.T, pod string) string {
+		t.Helper()
+		other := filepath.Join(t.TempDir(), "other.yaml")
+		old := "serviceAccount: " + pod + ", protocol: HBONE"
+		if err := os.WriteFile(other, bytes.Replace(data, []byte(old), []byte(strings.Replace(old, "HBONE", "TCP", 1)), 1), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return other
+	}
+	sample := func(name string) string { return filepath.Join(replaySamples, name) }
+	const head = "12:00:00.000000000  flow 1  outbound 10.244.1.66:41000 -> 10.96.0.10:80  dropped\n"
+	const denied = "dropped, denied: allow policies exist, but none allowed\n"
+	for _, tt := range []struct {
+		name, state, other string
+		args               []string
+		want               []string
+		differ             int
+	}{
+		{"a pod leaves", mesh, leave(t, "intruder"), []string{sample("denied.pcap"), sample("mesh-http.pcap"), sample("dns.pcap")}, []string{head + "  - " + denied + "  + nothing\n"}, 1},
+		{"a pod joins", leave(t, "intruder"), mesh, []string{sample("denied.pcap"), sample("mesh-http.pcap"), sample("dns.pcap")}, []string{head + "  - nothing\n  + " + denied}, 1},
+		{"questions of a pod that leaves", mesh, leave(t, "client"), []string{sample("dns.pcap")}, []string{
+			"  - NOERROR A 10.96.0.10, by mesh\n  + nothing\n", "  - SERVFAIL, by resolver\n  + nothing\n", "outbound 10.244.1.10:50054 -> 10.96.0.53:53  dns\n  - dns\n  + nothing\n",
+		}, 8},
+		{"an id is that of the first state", leave(t, "intruder"), mesh, []string{"--only", "2", sample("denied.pcap"), sample("mesh-http.pcap")}, nil, 0},
+		{"an address chooses what only one state has", leave(t, "intruder"), mesh, []string{"--only", "10.244.1.66", sample("denied.pcap"), sample("mesh-http.pcap")}, []string{head + "  - nothing\n  + " + denied}, 1},
+	} {
+		t.Run("T2/"+tt.name, func(t *testing.T) {
+			stdout, stderr, code := replayed(t, append([]string{"--state", tt.state, "--compare", tt.other}, tt.args...)...)
+			want := exitOK
+			if tt.differ > 0 {
+				want = exitDiffers
+			}
+			if code != want || !strings.HasSuffix(stdout, fmt.Sprintf("\n%d differ\n", tt.differ)) {
+				t.Errorf("exit code %d, want %d with %d that differ; stdout\n%s\nstderr %s", code, want, tt.differ, stdout, stderr)
+			}
+			for _, part := range tt.want {
+				if !strings.Contains(stdout, part) {
+					t.Errorf("stdout\n%s\nwant in it\n%s", stdout, part)
+				}
+			}
+		})
+	}
+}
+
 func TestReplayIsToldWhatIsWrong(t *testing.T) {
 	capture := filepath.Join(replaySamples, "mesh-http.pcap")
 	for _, tt := range []struct {

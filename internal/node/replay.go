@@ -72,16 +72,24 @@ func Replay(ctx context.Context, cfg ReplayConfig) (*ReplayReport, error) {
 	empty := err != nil
 	a := &replayRun{cfg: &cfg, emit: cfg.Emit}
 	runs := []*replayRun{a}
-	rest := func() error { return nil }
+	var c *comparison
 	if cfg.Compare != nil {
 		other := cfg
 		other.State, other.Recorded, other.Played = *cfg.Compare, nil, nil
-		b := &replayRun{cfg: &other}
-		c := newComparison(cfg.Differ)
-		rest = c.rest
-		a.emit = func(r ReplayRecord) error { return errors.Join(cfg.Emit(r), c.take(0, r)) }
-		b.emit = func(r ReplayRecord) error { return c.take(1, r) }
+		b := &replayRun{cfg: &other, ids: a}
 		runs = append(runs, b)
+		c = newComparison(cfg.Differ)
+		for side, r := range runs {
+			c.open[side] = r.open
+			emit := r.emit
+			r.emit = func(rec ReplayRecord) error {
+				c.take(side, rec)
+				if emit == nil {
+					return nil
+				}
+				return emit(rec)
+			}
+		}
 	}
 	for i, r := range runs {
 		if err := r.start(first.Time); err != nil {
@@ -93,12 +101,15 @@ func Replay(ctx context.Context, cfg ReplayConfig) (*ReplayReport, error) {
 	}
 	err = nil
 	if !empty {
-		err = playAll(ctx, &cfg, runs, &first)
+		err = playAll(ctx, &cfg, runs, c, &first)
 	}
 	for _, r := range runs {
 		err = errors.Join(err, r.end())
 	}
-	return a.report(), errors.Join(err, rest())
+	if c != nil && err == nil {
+		err = c.end()
+	}
+	return a.report(), err
 }
 
 // ReplayScript plays a script in place of captures, of which cfg needs no Source, and tells of its steps. False: one has gone wrong.
@@ -111,7 +122,8 @@ func ReplayScript(cfg ReplayConfig, s *replay.Script, tell func(r *replay.StepRe
 	return ok, errors.Join(err, r.end())
 }
 
-func playAll(ctx context.Context, cfg *ReplayConfig, runs []*replayRun, c *replay.Packet) error {
+// playAll plays packets in all runs, each before the next one; compared is nil if there is one run only.
+func playAll(ctx context.Context, cfg *ReplayConfig, runs []*replayRun, compared *comparison, c *replay.Packet) error {
 	captures := 0
 	for {
 		if ctx.Err() != nil {
@@ -126,6 +138,11 @@ func playAll(ctx context.Context, cfg *ReplayConfig, runs []*replayRun, c *repla
 		captures = cfg.Source.Captures()
 		for _, r := range runs {
 			if err := errors.Join(r.player.Play(c, begins), r.err); err != nil {
+				return err
+			}
+		}
+		if compared != nil {
+			if err := compared.settle(); err != nil {
 				return err
 			}
 		}
@@ -155,6 +172,8 @@ type replayRun struct {
 	pods    map[netip.Addr]*replayPod
 	random  uint64 // state of the generator
 	counts  map[string]int
+	asking  map[uint64]bool // packets whose question has no answer yet
+	ids     *replayRun      // by whose ids Only chooses; nil: the own ones
 }
 
 // A replayPod is a pod and its proxy, which is made when it is needed.
@@ -169,7 +188,7 @@ func (p *replayPod) local(a netip.Addr) bool { return slices.Contains(p.addrs, a
 // start builds the pipeline; its clock stands at the time of the first packet.
 func (r *replayRun) start(at int64) (err error) {
 	r.store.Replace(r.cfg.State)
-	r.counts = make(map[string]int)
+	r.counts, r.asking = make(map[string]int), make(map[uint64]bool)
 	if r.cfg.Log == nil {
 		r.cfg.Log = slog.New(slog.DiscardHandler)
 	}
@@ -185,7 +204,13 @@ func (r *replayRun) start(at int64) (err error) {
 	if err != nil {
 		return err
 	}
-	only := func(f *replay.Flow) bool { return r.cfg.Only(f.ID, f.Src, f.Dst) }
+	only := func(f *replay.Flow) bool {
+		id := f.ID
+		if r.ids != nil {
+			id = r.ids.player.Began(f.Packet)
+		}
+		return r.cfg.Only(id, f.Src, f.Dst)
+	}
 	if r.cfg.Only == nil {
 		only = nil
 	}
@@ -357,7 +382,8 @@ func (r *replayRun) ServeUDP(_ context.Context, conn stack.UDPConn) {
 		return
 	}
 	if px := r.proxyOf(p); px != nil {
-		px.ServeUDP(context.WithValue(r.base, questionID{}, r.player.Asked()), conn)
+		id, packet := r.player.Asked()
+		px.ServeUDP(context.WithValue(r.base, askedKey{}, asked{id, packet}), conn)
 	}
 }
 
@@ -464,7 +490,13 @@ func (r *replayRun) give(rec ReplayRecord) {
 	}
 }
 
-type questionID struct{}
+// open reports whether something that began with a packet has not been told of.
+func (r *replayRun) open(packet uint64) bool { return r.asking[packet] || r.player.Open(packet) }
+
+type askedKey struct{}
+
+// An asked is a question over UDP: its id, and the packet that it came in.
+type asked struct{ id, packet uint64 }
 
 // answers tells of each DNS question, whoever answers it.
 type answers struct {
@@ -475,13 +507,16 @@ type answers struct {
 // ServeDNS implements proxy.DNS.
 func (a answers) ServeDNS(ctx context.Context, client *workload.Client, from, server netip.AddrPort, tcp bool, msg, buf []byte) ([]byte, error) {
 	rec := &ReplayAnswer{Type: "dns", Start: text(a.r.player.When()), Client: from.String(), Server: server.String(), Proto: "udp", By: "mesh"}
-	rec.ID, _ = ctx.Value(questionID{}).(uint64)
+	x, _ := ctx.Value(askedKey{}).(asked)
+	rec.ID, rec.began = x.id, x.packet
 	q := &replay.Question{Client: from, Local: true}
 	if tcp {
 		rec.Proto = "tcp"
 		if q.Flow = replay.FlowOf(ctx); q.Flow != nil {
-			rec.ID = q.Flow.ID
+			rec.ID, rec.began = q.Flow.ID, q.Flow.Packet
 		}
+	} else {
+		a.r.asking[rec.began] = true
 	}
 	if len(msg) >= 2 {
 		q.ID = binary.BigEndian.Uint16(msg)
@@ -492,6 +527,9 @@ func (a answers) ServeDNS(ctx context.Context, client *workload.Client, from, se
 	}
 	rec.End = text(a.r.player.When())
 	rec.describe(msg, answer, err)
+	if !tcp {
+		delete(a.r.asking, rec.began)
+	}
 	a.r.counts["dns_"+rec.By]++
 	a.r.give(rec)
 	return answer, err

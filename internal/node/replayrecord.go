@@ -25,6 +25,8 @@ type ReplayRecord interface {
 	Text() string
 	// outcome is what a comparison of two states looks at.
 	outcome() string
+	// packet is the number of the packet that it began with: of the flow, or of the question over UDP.
+	packet() uint64
 }
 
 // A ReplayFlow is a TCP connection of a capture and what becomes of it.
@@ -51,6 +53,8 @@ type ReplayFlow struct {
 	Close       string          `json:"close"` // why it is over
 	Error       string          `json:"error,omitempty"`
 	Warnings    []string        `json:"warnings,omitempty"`
+
+	began uint64 // packet of the input, from 1 on
 }
 
 // ReplayCounts are packets as they were captured.
@@ -98,6 +102,8 @@ type ReplayAnswer struct {
 	Answers []string `json:"answers,omitempty"`
 	Cut     bool     `json:"truncated,omitempty"`
 	Error   string   `json:"error,omitempty"`
+
+	began uint64 // packet of the input, from 1 on; over TCP that of the flow
 }
 
 // text is a time as records have it.
@@ -121,7 +127,7 @@ func headersOf(h *hbone.Headers) map[string]string {
 func newReplayFlow(f *replay.Flow) *ReplayFlow {
 	r := &ReplayFlow{
 		Type: "flow", ID: f.ID, Start: text(f.Start), End: text(f.End), Src: f.Src.String(), Dst: f.Dst.String(), Direction: telemetry.Outbound.String(),
-		Recorded: ReplayCounts{f.Sent, f.Received}, Warnings: f.Warnings(),
+		Recorded: ReplayCounts{f.Sent, f.Received}, Warnings: f.Warnings(), began: f.Packet,
 	}
 	if f.Inbound {
 		r.Direction = telemetry.Inbound.String()
@@ -252,6 +258,9 @@ func (r *ReplayFlow) Number() uint64 { return r.ID }
 
 // Number implements ReplayRecord.
 func (r *ReplayAnswer) Number() uint64 { return r.ID }
+
+func (r *ReplayFlow) packet() uint64   { return r.began }
+func (r *ReplayAnswer) packet() uint64 { return r.began }
 
 func (r *ReplayFlow) outcome() string {
 	parts := []string{r.Class, r.Answer, r.Service}
@@ -402,63 +411,4 @@ func (r *replayRun) report() *ReplayReport {
 		rep.Problems = append(rep.Problems, replay.Problem{File: "link type " + link, Text: fmt.Sprintf("not supported: %d packets were passed over", rep.Packets.LinkTypes[link])})
 	}
 	return rep
-}
-
-// A comparison pairs the records of two runs. Of each pair the first waits for the other.
-type comparison struct {
-	differ  func(a, b ReplayRecord) error
-	waiting map[recordKey]*[2]ReplayRecord
-	asked   [2]map[uint64]int // questions of each flow so far
-}
-
-type recordKey struct {
-	id       uint64
-	question int // of a flow, from 1 on; 0: the flow
-}
-
-func newComparison(differ func(a, b ReplayRecord) error) *comparison {
-	return &comparison{differ: differ, waiting: make(map[recordKey]*[2]ReplayRecord), asked: [2]map[uint64]int{{}, {}}}
-}
-
-func (c *comparison) take(side int, r ReplayRecord) error {
-	key := recordKey{id: r.Number()}
-	if a, ok := r.(*ReplayAnswer); ok {
-		key.question = 1
-		if a.Proto == "tcp" {
-			c.asked[side][key.id]++
-			key.question = c.asked[side][key.id]
-		}
-	} else {
-		delete(c.asked[side], key.id)
-	}
-	pair := c.waiting[key]
-	if pair == nil {
-		pair = new([2]ReplayRecord)
-		c.waiting[key] = pair
-	}
-	pair[side] = r
-	if pair[0] == nil || pair[1] == nil {
-		return nil
-	}
-	delete(c.waiting, key)
-	return c.compare(pair[0], pair[1])
-}
-
-func (c *comparison) compare(a, b ReplayRecord) error {
-	if a.outcome() == b.outcome() {
-		return nil
-	}
-	return c.differ(a, b)
-}
-
-// rest tells of those that only one state has.
-func (c *comparison) rest() error {
-	keys := slices.SortedFunc(maps.Keys(c.waiting), func(a, b recordKey) int { return cmp.Or(cmp.Compare(a.id, b.id), a.question-b.question) })
-	for _, key := range keys {
-		pair := c.waiting[key]
-		if err := c.differ(pair[0], pair[1]); err != nil {
-			return err
-		}
-	}
-	return nil
 }

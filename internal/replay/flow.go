@@ -38,6 +38,7 @@ type Count struct {
 // A Flow is a TCP connection of the capture, or what there is of it.
 type Flow struct {
 	ID         uint64
+	Packet     uint64         // number of the first one, from 1 on, of all that are played
 	Src, Dst   netip.AddrPort // who opened it, and to whom; of a Midstream, of the first packet
 	Kind       Kind
 	Inbound    bool  // it was not a pod that opened it

@@ -94,6 +94,8 @@ type Player struct {
 	open     flowList // in the order of their last packet
 	over     flowList
 	lastID   uint64
+	latest   uint64               // packet of what has it
+	untold   map[uint64]bool      // packets that began a flow of which Done has not been told
 	leftover []*Flow              // whose ports were used again
 	waiting  map[pair][]*exchange // DNS questions, by resolver and client
 	err      error                // of a writer
@@ -129,7 +131,7 @@ func New(cfg Config) (*Player, error) {
 		cfg.MaxOpen = DefaultMaxOpen
 	}
 	p := &Player{
-		cfg: cfg, m: cfg.Manual, now: cfg.Start, flows: make(map[pair]*Flow), senders: make(map[netip.Addr]*[2]uint32), chosen: make(map[pair]bool), waiting: make(map[pair][]*exchange),
+		cfg: cfg, m: cfg.Manual, now: cfg.Start, flows: make(map[pair]*Flow), senders: make(map[netip.Addr]*[2]uint32), chosen: make(map[pair]bool), waiting: make(map[pair][]*exchange), untold: make(map[uint64]bool),
 		counts: Counts{NotPlayed: make(map[string]uint64), LinkTypes: make(map[string]uint64)},
 	}
 	p.dev = &Device{mtu: DefaultMTU, wrote: p.written}
@@ -352,9 +354,13 @@ func (p *Player) Finish(cut func()) {
 
 // done tells of a flow.
 func (p *Player) done(f *Flow) {
-	if !f.skipped {
-		p.cfg.Done(f)
+	if f.skipped {
+		return
 	}
+	p.mu.Lock()
+	delete(p.untold, f.Packet)
+	p.mu.Unlock()
+	p.cfg.Done(f)
 }
 
 // expire tells of flows that were over for a while, and gives up open ones when there are too many.
@@ -440,8 +446,31 @@ func (p *Player) Serving(f *Flow) {
 func (p *Player) NextID() uint64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	return p.nextID()
+}
+
+// nextID numbers what the packet begins that is being played. mu is held.
+func (p *Player) nextID() uint64 {
 	p.lastID++
+	p.latest = p.counts.Packets
 	return p.lastID
+}
+
+// Began is the id of what the packet with a number, that which was played last, has begun; 0: nothing.
+func (p *Player) Began(packet uint64) uint64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.latest != packet {
+		return 0
+	}
+	return p.lastID
+}
+
+// Open reports whether Done has yet to be told of a flow that began with the packet with a number.
+func (p *Player) Open(packet uint64) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.untold[packet]
 }
 
 // Unused says in one line what was not played, or "".

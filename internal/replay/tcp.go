@@ -100,12 +100,14 @@ func (p *Player) begin(k *packet, syn bool) *Flow {
 		p.skip("not_of_a_pod")
 		return nil
 	}
-	p.lastID++
 	f := &Flow{
-		ID: p.lastID, Src: k.src, Dst: k.dst, Inbound: !local, Start: p.now, End: p.now, auto: p.cfg.Peer != PeerRecorded, held: &p.held,
+		ID: p.nextID(), Packet: p.counts.Packets, Src: k.src, Dst: k.dst, Inbound: !local, Start: p.now, End: p.now, auto: p.cfg.Peer != PeerRecorded, held: &p.held,
 		up: assembler{discard: true, fin: noFIN}, down: assembler{fin: noFIN},
 	}
 	f.skipped = p.cfg.Only != nil && !p.cfg.Only(f)
+	if !f.skipped {
+		p.untold[f.Packet] = true
+	}
 	p.flows[pair{f.Src, f.Dst}] = f
 	switch {
 	case !syn:
