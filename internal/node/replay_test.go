@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
@@ -50,6 +51,9 @@ func replayBytes(t testing.TB, st workload.State, capture []byte, change func(*R
 	cfg := ReplayConfig{State: st, Source: source, Emit: func(r ReplayRecord) error {
 		if r.Text() == "" {
 			t.Errorf("record %d has no text", r.Number())
+		}
+		if f, ok := r.(*ReplayFlow); ok && f.Error == "" && (f.Close == "" || slices.Contains([]string{"refused", "broken", "no answer", "denied"}, f.Close)) {
+			t.Errorf("flow %d is %s, and nothing says why:\n%s", f.ID, f.Close, f.Text())
 		}
 		return enc.Encode(r)
 	}}
@@ -387,4 +391,86 @@ func TestReplayOfGzipBomb(t *testing.T) {
 			t.Errorf("a bomb of %d bytes took %d MiB of memory", bomb.Len(), grown>>20)
 		}
 	})
+}
+
+// synCapture is a capture of SYNs, a millisecond apart. Their checksums are left out.
+func synCapture(t testing.TB, flows [][2]string) []byte {
+	t.Helper()
+	var file bytes.Buffer
+	w := replay.NewWriter(&file, "test", 0, "pod")
+	for i, f := range flows {
+		if err := w.Packet(0, time.Unix(1_772_366_400, int64(i)*1e6), replay.DirUnknown, synPacket(f[0], f[1]), 40, ""); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return file.Bytes()
+}
+
+func synPacket(from, to string) []byte {
+	src, dst := netip.MustParseAddrPort(from), netip.MustParseAddrPort(to)
+	b := []byte{0: 4<<4 | 5, 3: 40, 8: 64, 9: 6, 39: 0}
+	copy(b[12:], src.Addr().AsSlice())
+	copy(b[16:], dst.Addr().AsSlice())
+	binary.BigEndian.PutUint16(b[20:], src.Port())
+	binary.BigEndian.PutUint16(b[22:], dst.Port())
+	binary.BigEndian.PutUint32(b[24:], 1000)
+	b[32], b[33], b[34] = 5<<4, 2, 0xff // the header's length, SYN, window
+	return b
+}
+
+// replayFlows plays a capture and returns its flows by who opened them.
+func replayFlows(t testing.TB, st workload.State, capture []byte, change func(*ReplayConfig)) map[string]*ReplayFlow {
+	t.Helper()
+	flows := make(map[string]*ReplayFlow)
+	replayBytes(t, st, capture, func(c *ReplayConfig) {
+		c.Checksums = replay.ChecksumsOff
+		emit := c.Emit
+		c.Emit = func(r ReplayRecord) error {
+			if f, ok := r.(*ReplayFlow); ok {
+				flows[f.Src] = f
+			}
+			return emit(r)
+		}
+		if change != nil {
+			change(c)
+		}
+	})
+	return flows
+}
+
+// Every flow has its reason, also where the access log of a live node says it once a minute, or a limit refuses.
+func TestReplayTellsEveryReason(t *testing.T) {
+	const questions = 512 // of a pod, and connections for them
+	var asking [][2]string
+	for i := range questions + 2 {
+		asking = append(asking, [2]string{fmt.Sprintf("10.244.1.10:%d", 1024+i), "10.96.0.53:53"})
+	}
+	for _, tt := range []struct {
+		name  string
+		flows [][2]string
+		want  map[string]string
+	}{
+		{"FP-102/flows to the proxy itself within a minute", [][2]string{{"10.9.9.9:1001", "10.244.1.10:15006"}, {"10.9.9.9:1002", "10.244.1.10:15006"}}, map[string]string{
+			"10.9.9.9:1001": "dropped, reset, refused: attempted recursive call to ourselves", "10.9.9.9:1002": "dropped, reset, refused: attempted recursive call to ourselves",
+		}},
+		{"an address that no connection can have", [][2]string{{"10.244.1.10:1001", "224.0.0.1:80"}}, map[string]string{
+			"10.244.1.10:1001": "dropped, , refused: the netstack took no SYN of it",
+		}},
+		{"more connections for questions than there can be", asking, map[string]string{
+			"10.244.1.10:1535": "dns, accepted, the capture ends: ", "10.244.1.10:1536": "dropped, reset, refused: a limit of connections for questions was reached",
+		}},
+	} {
+		t.Run("T1/"+tt.name, func(t *testing.T) {
+			flows := replayFlows(t, replayState(t), synCapture(t, tt.flows), nil)
+			for src, want := range tt.want {
+				f := flows[src]
+				if f == nil {
+					t.Fatalf("no flow from %s", src)
+				}
+				if got := f.Class + ", " + f.Answer + ", " + f.Close + ": " + f.Error; got != want {
+					t.Errorf("from %s: %q, want %q", src, got, want)
+				}
+			}
+		})
+	}
 }

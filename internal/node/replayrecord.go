@@ -215,6 +215,9 @@ const dnsPort = 53
 
 func (r *ReplayFlow) closed(f *replay.Flow, n *flowNote) {
 	switch {
+	case n.attempts == 0:
+		r.Close, r.Error = "refused", "the netstack took no SYN of it"
+		return
 	case f.Cut == replay.CutEnd && (n.err == nil || errors.Is(n.err, errCaptureEnds)):
 		r.Close = errCaptureEnds.Error()
 		r.Flags = telemetry.FlagNone.String()
@@ -236,8 +239,11 @@ func (r *ReplayFlow) closed(f *replay.Flow, n *flowNote) {
 	default:
 		r.Close = "refused"
 	}
-	if n.err != nil {
+	switch {
+	case n.err != nil:
 		r.Error = n.err.Error()
+	case n.conn == nil && n.answer == "reset": // before there was a record
+		r.Error = "a limit of connections for questions was reached"
 	}
 }
 
