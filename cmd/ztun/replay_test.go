@@ -278,6 +278,38 @@ func TestReplayAnonymized(t *testing.T) {
 	}
 }
 
+// The network of the node is anonymized with those of the state, and so are the settings that decide with it.
+func TestReplayAnonymizedNetwork(t *testing.T) {
+	data, err := os.ReadFile(filepath.Join(replaySamples, "mesh.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	mesh := filepath.Join(t.TempDir(), "mesh.yaml")
+	named := strings.NewReplacer("namespace: shop, serviceAccount", "network: Blue, namespace: shop, serviceAccount", "  namespace: shop\n  serviceAccount", "  network: Blue\n  namespace: shop\n  serviceAccount",
+		`"/`, `"Blue/`).Replace(string(data))
+	if err := os.WriteFile(mesh, []byte(named), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	file, capture := filepath.Join(t.TempDir(), "anonymous.pcapng"), filepath.Join(replaySamples, "mesh-http.pcap")
+	want, stderr, code := replayed(t, "--state", mesh, "--network", "Blue", capture)
+	if code != exitOK || !strings.Contains(want, "flows: 1 mesh, 2 passthrough") {
+		t.Fatalf("exit code %d, stdout\n%s\nstderr %s", code, want, stderr)
+	}
+	if _, stderr, code := replayed(t, "--state", mesh, "--network", "Blue", "--anonymize", file, capture); code != exitOK {
+		t.Fatalf("exit code %d, stderr %s", code, stderr)
+	}
+	if got, stderr, code := replayed(t, "--state", file+".state.json", file); code != exitOK || !strings.Contains(got, "flows: 1 mesh, 2 passthrough") {
+		t.Errorf("exit code %d, stdout\n%s\nstderr %s", code, got, stderr)
+	}
+	b, err := os.ReadFile(file + ".state.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if bytes.Contains(b, []byte("Blue")) || bytes.Contains(b, []byte("blue")) || !bytes.Contains(b, []byte(`"clusterDomain"`)) {
+		t.Errorf("the state is\n%s", b)
+	}
+}
+
 // One thing of a capture: what becomes of it is the same, and so is what is written of it.
 func TestReplayOfOneThing(t *testing.T) {
 	for _, tt := range []struct{ name, only, capture string }{
