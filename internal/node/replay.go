@@ -174,6 +174,7 @@ type replayRun struct {
 	counts  map[string]int
 	asking  map[uint64]bool // packets whose question has no answer yet
 	ids     *replayRun      // by whose ids Only chooses; nil: the own ones
+	names   replayNames
 }
 
 // A replayPod is a pod and its proxy, which is made when it is needed.
@@ -311,7 +312,7 @@ func (r *replayRun) proxyOf(p *replayPod) *proxy.Proxy {
 	if err == nil {
 		p.proxy, err = proxy.New(proxy.Config{
 			Client: &p.client, Local: p.local, Network: r.cfg.Network, Store: &r.store, Underlay: r.player.Underlay(r.connects),
-			Tunnel: r.player.Tunnel(r.admit), DNS: answers{r, dns}, Records: r.records, Connections: r.conns, Group: r.manual.Group(), Rand: r.next, Log: r.cfg.Log,
+			Tunnel: r.player.Tunnel(r.admit), DNS: answers{r, dns}, Resolver: &r.names, Records: r.records, Connections: r.conns, Group: r.manual.Group(), Rand: r.next, Log: r.cfg.Log,
 		})
 	}
 	if err != nil {
@@ -336,6 +337,7 @@ type flowNote struct {
 	opened   []ReplayConnect
 	verdict  *authz.Verdict // of the destination's policy, with HBONE
 	attempts int
+	looked   []netip.Addr // that stand for hostnames of endpoints
 }
 
 func noteOf(f *replay.Flow) *flowNote {
@@ -440,15 +442,16 @@ func (r *replayRun) ended(c *telemetry.Conn, err error) {
 // connects notes what the proxy connects to without HBONE.
 func (r *replayRun) connects(f *replay.Flow, how string, dst netip.AddrPort) {
 	n := noteOf(f)
-	n.opened = append(n.opened, ReplayConnect{Kind: how, NextHop: dst.String()})
+	n.opened = append(n.opened, ReplayConnect{Kind: how, NextHop: r.names.told(n, dst.String())})
 }
 
 // admit plays the node of the destination, as far as its state is known here: policy decides before it connects to the application.
 func (r *replayRun) admit(_ context.Context, f *replay.Flow, gateway, t *hbone.Target) error {
 	n := noteOf(f)
-	c := ReplayConnect{Kind: "connect", NextHop: t.NextHop.String(), Authority: t.Authority, Accepts: texts(t.Accept), Headers: headersOf(&t.Headers)}
+	told := func(text string) string { return r.names.told(n, text) }
+	c := ReplayConnect{Kind: "connect", NextHop: told(t.NextHop.String()), Authority: told(t.Authority), Accepts: texts(t.Accept), Headers: headersOf(&t.Headers)}
 	if gateway != nil {
-		c.NextHop = gateway.NextHop.String()
+		c.NextHop = told(gateway.NextHop.String())
 		c.Gateway = &ReplayConnect{Kind: "connect", NextHop: c.NextHop, Authority: gateway.Authority, Accepts: texts(gateway.Accept), Headers: headersOf(&gateway.Headers)}
 	}
 	n.opened = append(n.opened, c)
@@ -458,7 +461,7 @@ func (r *replayRun) admit(_ context.Context, f *replay.Flow, gateway, t *hbone.T
 	s := r.store.Snapshot()
 	dst, err := netip.ParseAddrPort(t.Authority)
 	w := s.Workload(t.PeerUID)
-	if err != nil || w == nil || !slices.Contains(w.Addresses, dst.Addr()) {
+	if err != nil || w == nil || !slices.Contains(w.Addresses, dst.Addr()) && !slices.Contains(n.looked, dst.Addr()) {
 		return nil // a waypoint, which decides by itself
 	}
 	self := s.Local(&r.podOf(stack.Flow{Src: f.Src, Dst: f.Dst}).client)
@@ -480,6 +483,13 @@ func texts(ids []workload.Identity) (list []string) {
 // done is told of each flow that is over.
 func (r *replayRun) done(f *replay.Flow) {
 	rec := newReplayFlow(f)
+	for _, a := range noteOf(f).looked {
+		w := "the address of " + r.names.names[a] + " is looked up for each connection: here it is taken to be the recorded peer's"
+		if !slices.Contains(rec.Warnings, w) {
+			rec.Warnings = append(rec.Warnings, w)
+		}
+	}
+	rec.Error = r.names.told(noteOf(f), rec.Error)
 	r.counts[rec.Class]++
 	r.give(rec)
 }

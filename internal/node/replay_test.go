@@ -406,6 +406,20 @@ func synCapture(t testing.TB, flows [][2]string) []byte {
 	return file.Bytes()
 }
 
+// answeredBy adds a packet to a capture of one SYN: an answer of its destination without data.
+func answeredBy(t testing.TB, syn []byte, from, to string, flags byte) []byte {
+	t.Helper()
+	b := synPacket(from, to)
+	binary.BigEndian.PutUint32(b[28:], 1001)
+	b[33] = flags
+	file := bytes.NewBuffer(bytes.Clone(syn))
+	w := replay.NewWriter(file, "test", 0, "pod") // a section of its own
+	if err := w.Packet(0, time.Unix(1_772_366_400, 5e6), replay.DirUnknown, b, len(b), ""); err != nil {
+		t.Fatal(err)
+	}
+	return file.Bytes()
+}
+
 func synPacket(from, to string) []byte {
 	src, dst := netip.MustParseAddrPort(from), netip.MustParseAddrPort(to)
 	b := []byte{0: 4<<4 | 5, 3: 40, 8: 64, 9: 6, 39: 0}
@@ -470,6 +484,63 @@ func TestReplayTellsEveryReason(t *testing.T) {
 				if got := f.Class + ", " + f.Answer + ", " + f.Close + ": " + f.Error; got != want {
 					t.Errorf("from %s: %q, want %q", src, got, want)
 				}
+			}
+		})
+	}
+}
+
+// An endpoint that has only a hostname: nobody is asked, and the flow is decided about as far as it can be.
+func TestReplayOfHostnames(t *testing.T) {
+	st := replayState(t)
+	key := func(name string) workload.ServiceKey {
+		return workload.ServiceKey{Namespace: "shop", Hostname: name + ".shop.svc.cluster.local"}
+	}
+	add := func(name, vip string, p workload.Protocol, policies ...string) {
+		st.Workloads = append(st.Workloads, &workload.Workload{
+			UID: "e/shop/" + name, Name: name, Namespace: "shop", ServiceAccount: name, TrustDomain: "cluster.local", Hostname: name + ".example", Protocol: p, Capacity: 1,
+			AuthorizationPolicies: policies, Services: map[workload.ServiceKey]workload.PortMap{key(name): {5432: 5432}},
+		})
+		st.Services = append(st.Services, &workload.Service{
+			Name: name, Namespace: "shop", Hostname: key(name).Hostname, VIPs: []workload.NetworkAddr{{Addr: netip.MustParseAddr(vip)}}, Ports: workload.PortMap{5432: 5432},
+		})
+	}
+	add("db", "10.96.0.15", workload.ProtocolTCP)
+	add("vm", "10.96.0.16", workload.ProtocolHBONE)
+	add("closed", "10.96.0.17", workload.ProtocolHBONE, "shop/nobody")
+	st.Policies = append(st.Policies, &workload.Policy{Name: "nobody", Namespace: "shop", Scope: workload.ScopePolicyWorkload, Groups: []workload.Group{{{{Namespaces: []workload.StringMatch{{Value: "none"}}}}}}})
+	const rst, client = 4 | 16, "10.244.1.10:1001"
+	for _, tt := range []struct {
+		name, to string
+		peer     replay.Peer
+		rst      bool
+		want     ReplayFlow
+	}{
+		{"T1/outside the mesh", "10.96.0.15:5432", replay.PeerEcho, false, ReplayFlow{Class: "passthrough", Answer: "accepted", Opened: []ReplayConnect{{Kind: "dial", NextHop: "db.example:5432"}}}},
+		{"T1/in the mesh", "10.96.0.16:5432", replay.PeerEcho, false, ReplayFlow{Class: "mesh", Answer: "accepted", Opened: []ReplayConnect{{Kind: "connect", NextHop: "vm.example:15008", Authority: "vm.example:5432"}}}},
+		{"T1/refused by the recorded peer", "10.96.0.16:5432", replay.PeerRecorded, true, ReplayFlow{
+			Class: "mesh", Answer: "reset", Opened: []ReplayConnect{{Kind: "connect", NextHop: "vm.example:15008", Authority: "vm.example:5432"}},
+			Error: "hbone: response vm.example:15008: http status: 503 Service Unavailable: connection failed: connection refused",
+		}},
+		{"T1/denied", "10.96.0.17:5432", replay.PeerEcho, false, ReplayFlow{Class: "dropped", Answer: "reset", Opened: []ReplayConnect{{Kind: "connect", NextHop: "closed.example:15008", Authority: "closed.example:5432"}}}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			capture := synCapture(t, [][2]string{{client, tt.to}})
+			if tt.rst {
+				capture = answeredBy(t, capture, tt.to, client, rst)
+			}
+			f := replayFlows(t, st, capture, func(c *ReplayConfig) { c.Peer = tt.peer })[client]
+			got := ReplayFlow{Class: f.Class, Answer: f.Answer, Error: f.Error}
+			for _, o := range f.Opened {
+				got.Opened = append(got.Opened, ReplayConnect{Kind: o.Kind, NextHop: o.NextHop, Authority: o.Authority})
+			}
+			if tt.want.Error == "" {
+				got.Error = ""
+			}
+			if diff := cmp.Diff(tt.want, got, cmpopts.IgnoreUnexported(got)); diff != "" {
+				t.Errorf("(-want +got):\n%s\n%s", diff, f.Text())
+			}
+			if len(f.Warnings) != 1 || !strings.Contains(f.Warnings[0], ".example is looked up for each connection") || strings.Contains(f.Text(), "0.0.0.") {
+				t.Errorf("the flow is told as\n%s", f.Text())
 			}
 		})
 	}
