@@ -199,6 +199,91 @@ func TestNetnsCaptureReplaysToTheSameDecisions(t *testing.T) {
 	}
 }
 
+// Where flows are given to the kernel, a capture has little more than their SYNs. The decisions are the same all the same.
+func TestNetnsCaptureOfWhatTheKernelCarries(t *testing.T) {
+	t.Run("T1", func(t *testing.T) { eachOffload(t, checkCaptureOfWhatTheKernelCarries) })
+}
+
+func checkCaptureOfWhatTheKernelCarries(t *testing.T, b *bed) {
+	a := b.start(0)
+	b.start(1)
+	b.serve(b.pods[webB], 8080, who)
+	b.serve(b.pods[plainB], 8080, who)
+	client := b.pods[clientA]
+	b.serve(client, 8080, who)
+	live := b.startCapture(0, "pod=shop/client&seconds=60")
+	eventually(t, 5*time.Second, "the header of the capture", func() bool { return len(live.got.String()) > 0 })
+	outbound := []string{
+		"10.96.0.10:80", "[fd96::10]:80", // mesh
+		addrPort(b.pods[plainB].Addr4, 8080), addrPort(b.pods[plainB].Addr6, 8080), // outside of it
+		addrPort(b.pods[webB].Addr4, 9090), "10.96.0.11:80", "10.96.0.10:81", // denied there, no endpoint, refused there
+	}
+	const kernel = 6 // of which the kernel carries as many, with those that come in
+	for _, to := range outbound {
+		_, _ = b.ask(client, to) // some are refused
+	}
+	for _, to := range []string{addrPort(client.Addr4, 8080), addrPort(client.Addr6, 8080)} {
+		if _, err := b.ask(b.pods[plainB], to); err != nil {
+			t.Fatal(err)
+		}
+	}
+	flows := len(outbound) + 2
+	line := regexp.MustCompile(`src\.addr=(\S+)`)
+	var lines []string
+	eventually(t, 10*time.Second, "the lines of all flows", func() bool {
+		lines = nil
+		for l := range strings.Lines(a.out.String()) {
+			if strings.Contains(l, `direction="`) {
+				lines = append(lines, l)
+			}
+		}
+		return len(lines) == flows
+	})
+	eventually(t, 10*time.Second, "the notes of the capture", func() bool { return strings.Count(live.got.String(), replay.CarriedNote) == kernel })
+	b.stop(0) // ends the capture
+	<-live.done
+	st, err := workload.ParseStatic("mesh.yaml", []byte(b.read("mesh.yaml")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	played := make(map[string]*ReplayFlow)
+	out, _ := replayBytes(t, st, []byte(live.got.String()), func(c *ReplayConfig) { c.Local = []netip.Addr{client.Addr4, client.Addr6} })
+	for text := range strings.SplitSeq(strings.TrimSpace(out), "\n") {
+		f := new(ReplayFlow)
+		if err := json.Unmarshal([]byte(text), f); err != nil {
+			t.Fatal(err)
+		}
+		played[f.Src] = f
+	}
+	carried := 0
+	withoutBytes := func(s string) string {
+		head, _, _ := strings.Cut(s, ", sent")
+		return head
+	}
+	for _, l := range lines {
+		src := line.FindStringSubmatch(l)[1]
+		f := played[src]
+		if f == nil {
+			t.Errorf("no flow from %s, of\n%s\nin\n%s", src, l, out)
+			continue
+		}
+		if f.Kernel != !strings.Contains(l, "error=") {
+			t.Errorf("the kernel carries it: %v, of\n%s", f.Kernel, l)
+		}
+		want, got := decisionOf(l), f.decision()
+		if f.Kernel {
+			carried++
+			want, got = withoutBytes(want), withoutBytes(got)
+		}
+		if want != got {
+			t.Errorf("live   %s\nplayed %s\nof %s\n%s", want, got, l, f.Text())
+		}
+	}
+	if carried != kernel {
+		t.Errorf("the kernel carries %d flows, want %d; played\n%s", carried, kernel, out)
+	}
+}
+
 // decisionOf is what a line of the access log says of a flow.
 func decisionOf(line string) string {
 	field := func(name string) string {

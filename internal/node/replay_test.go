@@ -545,3 +545,63 @@ func TestReplayOfHostnames(t *testing.T) {
 		})
 	}
 }
+
+// A capture of a node that gives flows to the kernel has their SYNs only, twice: as they came and, with a note, as they went on. What was
+// decided is told, and nothing is made up of the rest.
+func TestReplayOfWhatTheKernelCarries(t *testing.T) {
+	const stranger, client, intruder = "10.9.9.9:1001", "10.244.1.10:1001", "10.244.1.66:1001"
+	const rst = 4 | 16
+	const carried = "the kernel carries it: the capture has its SYN only"
+	for _, tt := range []struct {
+		name, src, dst string
+		notes          []bool // of the flow's SYNs
+		rst            bool   // and then one of its destination
+		peer           replay.Peer
+		want           ReplayFlow
+	}{
+		{"outside the mesh", client, "192.0.2.80:443", []bool{false, true}, false, replay.PeerRecorded, ReplayFlow{Class: "passthrough", Answer: "not captured", Kernel: true, Close: carried}},
+		{"in the mesh", client, "10.96.0.10:80", []bool{false, true}, false, replay.PeerRecorded, ReplayFlow{Class: "mesh", Answer: "not captured", Kernel: true, Close: carried}},
+		{"inbound", stranger, "10.244.1.10:9090", []bool{false, true}, false, replay.PeerRecorded, ReplayFlow{Class: "inbound", Answer: "not captured", Kernel: true, Close: carried}},
+		{"questions", client, "10.96.0.53:53", []bool{false, true}, false, replay.PeerRecorded, ReplayFlow{Class: "dns", Answer: "not captured", Kernel: true, Close: carried}},
+		{"the SYN again", client, "10.96.0.10:80", []bool{false, false, true, false, true}, false, replay.PeerRecorded, ReplayFlow{Class: "mesh", Answer: "not captured", Kernel: true, Close: carried}},
+		{"without the first", client, "10.96.0.10:80", []bool{true}, false, replay.PeerRecorded, ReplayFlow{Class: "mesh", Answer: "not captured", Kernel: true, Close: carried}},
+		{"to an echo", client, "10.96.0.10:80", []bool{false, true}, false, replay.PeerEcho, ReplayFlow{Class: "mesh", Answer: "not captured", Kernel: true, Close: carried}},
+		{"denied here, but not when it was captured", intruder, "10.96.0.10:80", []bool{false, true}, false, replay.PeerRecorded, ReplayFlow{Class: "dropped", Answer: "reset", Close: "denied"}},
+		{"denied", intruder, "10.96.0.10:80", []bool{false}, true, replay.PeerRecorded, ReplayFlow{Class: "dropped", Answer: "reset", Close: "denied"}},
+		{"refused by the peer", client, "10.96.0.10:80", []bool{false}, true, replay.PeerRecorded, ReplayFlow{Class: "mesh", Answer: "reset", Close: "refused"}},
+	} {
+		t.Run("T1/"+tt.name, func(t *testing.T) {
+			var file bytes.Buffer
+			w := replay.NewWriter(&file, "test", 0, "pod")
+			for i, noted := range tt.notes {
+				comment := "flow 7 outbound unknown -> unknown"
+				if noted {
+					comment += "; " + replay.CarriedNote
+				}
+				if err := w.Packet(0, time.Unix(1_772_366_400, int64(i)*1e6), replay.DirUnknown, synPacket(tt.src, tt.dst), 40, comment); err != nil {
+					t.Fatal(err)
+				}
+			}
+			capture := file.Bytes()
+			if tt.rst {
+				capture = answeredBy(t, capture, tt.dst, tt.src, rst)
+			}
+			var again, small bytes.Buffer
+			records := 0
+			play := func(capture []byte, out *bytes.Buffer) *ReplayFlow {
+				records = 0
+				return replayFlows(t, replayState(t), capture, func(c *ReplayConfig) {
+					emit := c.Emit
+					c.Peer, c.Recorded = tt.peer, replay.NewWriter(out, "test", 0, "pod")
+					c.Emit = func(r ReplayRecord) error { records++; return emit(r) }
+				})[tt.src]
+			}
+			for _, f := range []*ReplayFlow{play(capture, &small), play(small.Bytes(), &again)} { // also as it is written once more
+				got := ReplayFlow{Class: f.Class, Answer: f.Answer, Kernel: f.Kernel, Close: f.Close}
+				if diff := cmp.Diff(tt.want, got, cmpopts.IgnoreUnexported(got)); diff != "" || records != 1 || f.Sent+f.Received > 0 || f.Kernel && f.Error != "" {
+					t.Errorf("%d records (-want +got):\n%s\n%s", records, diff, f.Text())
+				}
+			}
+		})
+	}
+}

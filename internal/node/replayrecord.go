@@ -44,8 +44,9 @@ type ReplayFlow struct {
 	Service     string          `json:"service,omitempty"`     // hostname
 	Opened      []ReplayConnect `json:"opened,omitempty"`      // what would be connected to, in this order
 	Policy      *ReplayPolicy   `json:"policy,omitempty"`      // of the destination
-	Answer      string          `json:"answer,omitempty"`      // to the SYN: accepted, reset, unreachable or none
+	Answer      string          `json:"answer,omitempty"`      // to the SYN: accepted, reset, unreachable, none, or "not captured"
 	Attempts    int             `json:"attempts,omitempty"`    // SYNs that were decided about, if there were several
+	Kernel      bool            `json:"kernel,omitempty"`      // carries it: of what was to be captured there is the SYN only
 	Sent        uint64          `json:"sent"`                  // bytes that were carried from Src
 	Received    uint64          `json:"received"`              // and to it
 	Recorded    ReplayCounts    `json:"recorded"`
@@ -141,6 +142,9 @@ func newReplayFlow(f *replay.Flow) *ReplayFlow {
 		return r
 	}
 	n := noteOf(f)
+	if r.Kernel = f.Cut == replay.CutCarried; r.Kernel {
+		n.answer, n.err = answerNotCaptured, nil
+	}
 	r.Opened, r.Answer = n.opened, n.answer
 	if n.attempts > 1 {
 		r.Attempts = n.attempts
@@ -193,7 +197,7 @@ func party(w *workload.Workload, id workload.Identity) *ReplayParty {
 }
 
 func (r *ReplayFlow) classify(f *replay.Flow, n *flowNote) {
-	refused := n.answer != "accepted" && n.answer != "accepted, but not acknowledged"
+	refused := n.answer != "accepted" && n.answer != "accepted, but not acknowledged" && !r.Kernel
 	switch {
 	case n.conn != nil && n.conn.EarlyFailure, r.Policy != nil && !r.Policy.Allowed:
 		r.Class = "dropped"
@@ -213,6 +217,9 @@ func (r *ReplayFlow) classify(f *replay.Flow, n *flowNote) {
 // dnsPort is where questions go.
 const dnsPort = 53
 
+// answerNotCaptured is that of a flow which the kernel carries.
+const answerNotCaptured = "not captured"
+
 func (r *ReplayFlow) closed(f *replay.Flow, n *flowNote) {
 	switch {
 	case n.attempts == 0:
@@ -221,6 +228,9 @@ func (r *ReplayFlow) closed(f *replay.Flow, n *flowNote) {
 	case f.Cut == replay.CutEnd && (n.err == nil || errors.Is(n.err, errCaptureEnds)):
 		r.Close = errCaptureEnds.Error()
 		r.Flags = telemetry.FlagNone.String()
+		return
+	case r.Kernel:
+		r.Close = "the kernel carries it: the capture has its SYN only"
 		return
 	case f.Cut == replay.CutTooMany:
 		r.Close = "given up: too many flows are open at once"
@@ -344,7 +354,7 @@ func (r *ReplayFlow) Text() string {
 	if r.Answer != "" {
 		line("answer", "%s", r.Answer)
 	}
-	if r.Class != "midstream" && r.Class != "tunnel" {
+	if r.Class != "midstream" && r.Class != "tunnel" && !r.Kernel {
 		line("carried", "%d bytes sent, %d received", r.Sent, r.Received)
 	}
 	end := r.Close

@@ -362,7 +362,11 @@ func (a *Anonymizer) Capture(s *Source, w *Writer) (left uint64, err error) {
 			left++
 			continue
 		}
-		if err := w.Packet(0, time.Unix(0, p.Time), DirUnknown, b, p.Length-at, ""); err != nil {
+		note := ""
+		if p.Carried {
+			note = CarriedNote
+		}
+		if err := w.Packet(0, time.Unix(0, p.Time), DirUnknown, b, p.Length-at, note); err != nil {
 			return left, fmt.Errorf("replay: write: %w", err)
 		}
 	}

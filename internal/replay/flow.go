@@ -27,6 +27,7 @@ const (
 	CutEnd         // the capture ends
 	CutTooMany     // more flows were open than can be
 	CutReused      // its ports were used again
+	CutCarried     // the kernel carries it: the capture has its SYN only
 )
 
 // A Count is packets of one direction of a flow, as they are in the capture.
@@ -50,6 +51,7 @@ type Flow struct {
 
 	warnings []string
 	skipped  bool // Config.Only does not want it
+	carried  bool // the kernel carries it: what follows its SYN is not in the capture
 	script   bool // a Script plays it: what the netstack sends is kept
 	seen     []seenSegment
 

@@ -275,6 +275,37 @@ func TestAnonymizedState(t *testing.T) {
 	}
 }
 
+// That the kernel carries a flow is told of an anonymized capture as well, and nothing else that its comments say.
+func TestAnonymizedNotes(t *testing.T) {
+	var in, out bytes.Buffer
+	w := NewWriter(&in, "test", 0, "pod")
+	for _, comment := range []string{"flow 1 outbound secret -> secret", "flow 1 outbound secret -> secret; " + CarriedNote} {
+		if err := w.Packet(0, epoch, DirInbound, meshHTTP()[0].ip, 60, comment); err != nil {
+			t.Fatal(err)
+		}
+	}
+	source := func(b *bytes.Buffer) *Source {
+		s, err := NewSource(SourceConfig{Paths: []string{"-"}, Stdin: b})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	if left, err := NewAnonymizer([]byte("k")).Capture(source(&in), NewWriter(&out, "test", 0, "pod")); left > 0 || err != nil {
+		t.Fatalf("%d packets left out, %v", left, err)
+	}
+	if bytes.Contains(out.Bytes(), []byte("secret")) {
+		t.Error("a comment is in the anonymized capture")
+	}
+	var got []bool
+	for s, p := source(&out), new(Packet); s.Next(p) == nil; {
+		got = append(got, p.Carried)
+	}
+	if diff := cmp.Diff([]bool{false, true}, got); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+}
+
 // FuzzAnonymize replaces what is in any packet: it stays as long, can be read as before, and its checksum is right.
 func FuzzAnonymize(f *testing.F) {
 	for _, frames := range [][]frame{meshHTTP(), dns(), disorder(), ipv6(), refusedByPeer()} {

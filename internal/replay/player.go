@@ -85,6 +85,7 @@ type Player struct {
 	shift   int64 // what the capture's times are ahead of Manual's
 	begun   bool
 	asked   uint64 // id of the question that is played
+	carried bool   // the packet that is played has CarriedNote
 	frags   defragmenter
 	senders map[netip.Addr]*[2]uint32 // right and wrong checksums
 	chosen  map[pair]bool             // by resolver and client: their answers are kept, too
@@ -156,6 +157,7 @@ func (p *Player) skip(why string) { p.counts.NotPlayed[why]++ }
 // Play plays a packet. first says that it is the first of a capture: its clock may be another.
 func (p *Player) Play(c *Packet, first bool) error {
 	p.advance(c.Time, first)
+	p.carried = c.Carried
 	p.counts.Packets++
 	p.counts.Bytes += uint64(c.Length)
 	if len(c.Data) < c.Length {
@@ -326,7 +328,11 @@ func (p *Player) record(k *packet) {
 	if p.cfg.Recorded == nil {
 		return
 	}
-	if err := p.cfg.Recorded.Packet(0, time.Unix(0, p.now), DirUnknown, k.b, k.length, ""); err != nil && p.err == nil {
+	note := ""
+	if p.carried {
+		note = CarriedNote
+	}
+	if err := p.cfg.Recorded.Packet(0, time.Unix(0, p.now), DirUnknown, k.b, k.length, note); err != nil && p.err == nil {
 		p.err = fmt.Errorf("replay: write: %w", err)
 	}
 }

@@ -67,7 +67,7 @@ func (p *Player) tcp(k *packet) {
 	defer p.mu.Unlock()
 	syn := k.flags&(flagSYN|flagACK) == flagSYN
 	f := p.flows[pair{k.src, k.dst}]
-	if f != nil && syn && (f.Kind == Midstream || f.isn != k.seq || f.answered && f.list == &p.over) {
+	if f != nil && syn && (f.Kind == Midstream || f.isn != k.seq || f.answered && f.list == &p.over && !f.carried) {
 		p.reuse(f)
 		f = nil
 	}
@@ -186,8 +186,17 @@ func (p *Player) fromSource(f *Flow, k *packet, syn bool) {
 	case f.Kind == TunnelLeg:
 		p.skip("tunnel")
 		return
+	case syn && (f.carried || p.carried && f.Sent.Packets > 1): // it has been played: this is the one that was given to the kernel, or one more
+		p.counts.Played++
+		if p.carried {
+			p.carry(f)
+		}
+		return
 	case syn:
 		p.playSYN(f, k)
+		if p.carried {
+			p.carry(f)
+		}
 		return
 	case f.refused:
 		p.skip("after_the_end")
@@ -445,6 +454,7 @@ func (p *Player) fromPeer(f *Flow, k *packet) {
 			f.peerShift = f.options.scale
 		}
 		f.peerSeen, f.peerISN = true, k.seq
+		f.carried = false // it is here after all
 		f.settleConnect(connectAccepted)
 		return
 	}
@@ -575,7 +585,11 @@ func (p *Player) fromStack(f *Flow, k *packet) {
 		if f.window == 0 {
 			f.window = math.MaxUint16
 		}
-		if f.auto && !f.refused {
+		switch {
+		case f.refused:
+		case f.carried:
+			p.handOver(f)
+		case f.auto:
 			p.acknowledge(f)
 		}
 		return
