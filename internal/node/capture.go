@@ -22,9 +22,9 @@ import (
 // Limits of a capture of a running node.
 const (
 	captureSeconds    = 60                    // unless another time is asked for
-	captureMaxSeconds = 3600                  //
+	captureMaxSeconds = 24 * 3600             //
 	captureBytes      = 64 << 20              // of the file, unless another size is asked for
-	captureMaxBytes   = 4 << 30               //
+	captureMaxBytes   = 1 << 40               // of a ring: its files are bounded by its client
 	captureQueue      = 4096                  // packets, and
 	captureQueueBytes = 16 << 20              // bytes that may wait for the client
 	captureDelay      = 20 * time.Millisecond // until the record of a connection is there, for its comments
@@ -219,7 +219,7 @@ func (c *capture) attach() error {
 		if c.req.pod {
 			b, ok := line.backend.(*tunBackend)
 			if !ok {
-				return fmt.Errorf("pod %s has no device: with the redirect backend its side is captured by tcpdump in the pod", p.spec.String())
+				return fmt.Errorf("pod %s is served by the redirect backend, which has no device that point pod could capture: take point tunnel, or tcpdump in the pod", p.spec.String())
 			}
 			if !b.tapped.CompareAndSwap(false, true) {
 				return fmt.Errorf("pod %s is being captured already", p.spec.String())

@@ -372,7 +372,7 @@ func TestNetnsCaptureEnds(t *testing.T) {
 	})
 	t.Run("bad queries", func(t *testing.T) {
 		for query, want := range map[string]string{
-			"seconds=0": "seconds=0: want a number from 1 to 3600", "bytes=x": "bytes=x: want", "packets=-1": "packets=-1: want", "snaplen=1": "snaplen=1: want",
+			"seconds=0": "seconds=0: want a number from 1 to 86400", "bytes=x": "bytes=x: want", "packets=-1": "packets=-1: want", "snaplen=1": "snaplen=1: want",
 			"point=moon": "point=moon: want pod, tunnel", "pod=shop/none": "this node serves no such pod",
 		} {
 			c := b.startCapture(0, query)
@@ -382,4 +382,28 @@ func TestNetnsCaptureEnds(t *testing.T) {
 			}
 		}
 	})
+}
+
+// A pod that has no device: its side is refused with what to do, and its tunnels are captured.
+func TestNetnsCaptureBesideRedirect(t *testing.T) {
+	b := newBedOn(t, variant{capture: config.CaptureRedirect}, lab.Config{})
+	b.start(0)
+	b.start(1)
+	b.serve(b.pods[webB], 8080, who)
+	for query, pod := range map[string]string{"pod=shop/client": "client", "pod=shop/other&point=pod,tunnel": "other"} {
+		c := b.startCapture(0, query)
+		<-c.done
+		want := "pod shop/" + pod + " is served by the redirect backend, which has no device that point pod could capture: take point tunnel, or tcpdump in the pod\n"
+		if c.resp.StatusCode != http.StatusConflict || c.got.String() != want {
+			t.Errorf("%s: %s %s, want %s", query, c.resp.Status, c.got, want)
+		}
+	}
+	c := b.startCapture(0, "pod=shop/client&point=tunnel&packets=3")
+	if _, err := b.ask(b.pods[clientA], "10.96.0.10:80"); err != nil {
+		t.Fatal(err)
+	}
+	<-c.done
+	if n := packetsOf(t, c.got.String(), "tunnel"); n != 3 {
+		t.Errorf("%d packets of tunnels, want 3", n)
+	}
 }
