@@ -2,12 +2,16 @@ package main
 
 import (
 	"bytes"
+	"compress/gzip"
+	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 )
@@ -221,6 +225,99 @@ func TestReplayIsToldWhatIsWrong(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Input that is no capture, or a broken one: what of it can be used is, the rest is named, and the exit code tells.
+func TestReplayOfBadInput(t *testing.T) {
+	sample, err := os.ReadFile(filepath.Join(replaySamples, "mesh-http.pcap"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	write := func(t *testing.T, name string, b []byte) string {
+		t.Helper()
+		name = filepath.Join(t.TempDir(), name)
+		if err := os.WriteFile(name, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return name
+	}
+	zipped := func(b []byte, more int) []byte {
+		var out bytes.Buffer
+		z := gzip.NewWriter(&out)
+		for _, piece := range [][]byte{b, make([]byte, more)} {
+			if _, err := z.Write(piece); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := z.Close(); err != nil {
+			t.Fatal(err)
+		}
+		return out.Bytes()
+	}
+	wireless := bytes.Clone(sample)
+	wireless[20] = 105 // IEEE 802.11
+	snapless := bytes.Clone(sample)
+	copy(snapless[16:20], []byte{0, 0, 0, 0})
+	for _, tt := range []struct {
+		name    string
+		path    func(t *testing.T) string
+		code    int
+		packets int
+		want    string // on stderr
+	}{
+		{"an empty file", func(t *testing.T) string { return write(t, "x", nil) }, exitPartly, 0, "byte 0: it is empty\n"},
+		{"no capture", func(t *testing.T) string { return write(t, "x", []byte("hello, world")) }, exitPartly, 0, "neither pcap nor pcapng\n"},
+		{"a directory with a capture", func(t *testing.T) string { return filepath.Dir(write(t, "x", sample)) }, exitOK, 30, ""},
+		{"a directory without one", func(t *testing.T) string { return t.TempDir() }, exitUsage, -1, "has no file\n"},
+		{"a gzip bomb", func(t *testing.T) string { return write(t, "x", zipped(sample, 16<<20)) }, exitOK, 30 + 16<<20/16, ""},
+		{"a gzip file that is cut off", func(t *testing.T) string { b := zipped(sample, 0); return write(t, "x", b[:len(b)-20]) }, exitPartly, -1, "is cut off\n"},
+		{"a gzip file in a gzip file", func(t *testing.T) string { return write(t, "x", zipped(zipped(sample, 0), 0)) }, exitPartly, 0, "neither pcap nor pcapng\n"},
+		{"snaplen 0", func(t *testing.T) string { return write(t, "x", snapless) }, exitOK, 30, ""},
+		{"a link type that is not supported", func(t *testing.T) string { return write(t, "x", wireless) }, exitPartly, 30, "ztun: link type 105: not supported: 30 packets were passed over\n"},
+	} {
+		t.Run("T3/"+tt.name, func(t *testing.T) {
+			stdout, stderr, code := replayed(t, tt.path(t))
+			if code != tt.code || !strings.HasSuffix(stderr, tt.want) || tt.want == "" && stderr != "" || strings.Count(stderr, "\n") > 1 {
+				t.Errorf("exit code %d, want %d; stderr %q, want %q at its end", code, tt.code, stderr, tt.want)
+			}
+			if !strings.Contains("\n"+stdout, fmt.Sprintf("\n%d packets;", tt.packets)) && tt.packets >= 0 {
+				t.Errorf("stdout\n%s\nwant %d packets", stdout, tt.packets)
+			}
+		})
+	}
+	t.Run("T3/any bit", func(t *testing.T) {
+		name := filepath.Join(t.TempDir(), "x")
+		for at := range len(sample) {
+			b := bytes.Clone(sample)
+			b[at] ^= 1 << (at % 8)
+			if at%12 != 0 { // 200 of them
+				continue
+			}
+			if err := os.WriteFile(name, b, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if _, stderr, code := replayed(t, name); code != exitOK && (code != exitPartly || stderr == "") {
+				t.Errorf("byte %d: exit code %d, stderr %q", at, code, stderr)
+			}
+		}
+	})
+}
+
+// The speed of the capture's clock: what is far ahead is waited for.
+func TestReplayWaits(t *testing.T) {
+	t.Run("T1", func(t *testing.T) {
+		ctx, cancel := context.WithCancelCause(t.Context())
+		cancel(errors.New("waited"))
+		wait := pace(1)
+		for _, tt := range []struct {
+			at   time.Duration
+			want string
+		}{{24 * time.Hour, "<nil>"}, {0, "<nil>"}, {24*time.Hour + time.Hour, "waited"}} { // the first, an earlier one, and one an hour later
+			if err := wait(ctx, int64(tt.at)); fmt.Sprint(err) != tt.want {
+				t.Errorf("packet at %v: %v, want %s", tt.at, err, tt.want)
+			}
+		}
+	})
 }
 
 // An anonymized capture does what the real one does, and has nothing of it.

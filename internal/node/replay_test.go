@@ -112,6 +112,7 @@ func TestReplayOfDamagedCaptures(t *testing.T) {
 	}
 	slices.Sort(names)
 	r := rand.New(rand.NewPCG(7, 70))
+	before := fromSystem()
 	for i := range 200 {
 		b := damaged(r, files[names[i%len(names)]])
 		t.Run(fmt.Sprintf("T3/%d", i), func(t *testing.T) {
@@ -120,6 +121,31 @@ func TestReplayOfDamagedCaptures(t *testing.T) {
 				c.Checksums = replay.Checksums(i % 2) // auto or off
 				c.Decap = i%3 == 0
 			})
+		})
+	}
+	if slower == 1 {
+		if after := fromSystem(); after > before+200<<20 {
+			t.Errorf("damaged captures took %d MiB of memory", (after-before)>>20)
+		}
+	}
+}
+
+// Captures of what segmentation offload has not cut yet: packets longer than any MTU, whose IP header says no length.
+func TestReplayOfSegmentationOffload(t *testing.T) {
+	for _, extra := range []int{9000, 60000} {
+		t.Run(fmt.Sprintf("T1/%d bytes", extra), func(t *testing.T) {
+			c := newLongCapture(t, "mesh-http.pcap", 10, 1, extra)
+			for _, i := range []int{3, 5} { // request and answer
+				ip := c.records[i][pcapRecordBytes+etherBytes:]
+				ip[2], ip[3] = 0, 0
+			}
+			var got *ReplayFlow
+			report := playLong(t, c, func(cfg *ReplayConfig) {
+				cfg.Emit = func(r ReplayRecord) error { got = r.(*ReplayFlow); return nil }
+			})
+			if want := uint64(extra); got.Class != "mesh" || got.Close != "ended" || got.Sent != 53+want || got.Received != 63+want || report.Packets.Unused() != "" {
+				t.Errorf("%s\nnot played: %s; want %d bytes and %d", got.Text(), report.Packets.Unused(), 53+want, 63+want)
+			}
 		})
 	}
 }
