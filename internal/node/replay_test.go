@@ -112,6 +112,8 @@ func TestReplayOfDamagedCaptures(t *testing.T) {
 	}
 	slices.Sort(names)
 	r := rand.New(rand.NewPCG(7, 70))
+	other := replayState(t)
+	other.Workloads[1].Protocol = workload.ProtocolTCP // the intruder leaves the mesh
 	before := fromSystem()
 	for i := range 200 {
 		b := damaged(r, files[names[i%len(names)]])
@@ -120,6 +122,9 @@ func TestReplayOfDamagedCaptures(t *testing.T) {
 				c.Peer = replay.Peer(i % 5)
 				c.Checksums = replay.Checksums(i % 2) // auto or off
 				c.Decap = i%3 == 0
+				if i%4 == 1 {
+					c.Compare, c.Differ = &other, func(ReplayRecord, ReplayRecord) error { return nil }
+				}
 			})
 		})
 	}
@@ -128,6 +133,66 @@ func TestReplayOfDamagedCaptures(t *testing.T) {
 			t.Errorf("damaged captures took %d MiB of memory", (after-before)>>20)
 		}
 	}
+}
+
+// A connection that is over here goes on in the capture, minutes later: that is no other one.
+func TestReplayOfWhatGoesOn(t *testing.T) {
+	paused := func() *longCapture {
+		c := newLongCapture(t, "mesh-http.pcap", 10, 1, 0)
+		c.next() // as it is read
+		file, rest := slices.Clone(c.header), c.buf
+		add := func(r []byte, pause uint32, who byte) {
+			r = slices.Clone(r)
+			binary.LittleEndian.PutUint32(r, binary.LittleEndian.Uint32(r)+pause)
+			for _, at := range []int{12, 16} {
+				if addr := r[pcapRecordBytes+etherBytes+at:]; bytes.Equal(addr[:4], []byte{10, 244, 1, 10}) {
+					addr[3] = who
+				}
+			}
+			file = append(file, r...)
+		}
+		for i, r := range c.records {
+			switch {
+			case i < 4:
+				add(rest[:len(r)], 0, 66) // the intruder, to its request
+			case i == 4:
+				add(rest[:len(r)], 300, 99) // somebody else
+				fallthrough
+			default:
+				add(rest[:len(r)], 600, 66)
+			}
+			rest = rest[len(r):]
+		}
+		c.buf, c.left = file, 0
+		return c
+	}
+	intruder := func(c *ReplayConfig) { c.Local = []netip.Addr{netip.MustParseAddr("10.244.1.66")} }
+	t.Run("T3", func(t *testing.T) {
+		var got []string
+		report := playLong(t, paused(), func(c *ReplayConfig) {
+			intruder(c)
+			c.Emit = func(r ReplayRecord) error { got = append(got, Outcome(r)); return nil }
+		})
+		if want := []string{"dropped, denied: allow policies exist, but none allowed"}; !slices.Equal(got, want) || report.Packets.NotPlayed["after_the_end"] == 0 {
+			t.Errorf("flows %q, want %q; not played: %s", got, want, report.Packets.Unused())
+		}
+	})
+	t.Run("T2", func(t *testing.T) {
+		other := replayState(t)
+		other.Policies = nil
+		for _, w := range other.Workloads {
+			w.AuthorizationPolicies = nil
+		}
+		var got []string
+		playLong(t, paused(), func(c *ReplayConfig) {
+			intruder(c)
+			c.Compare = &other
+			c.Differ = func(a, b ReplayRecord) error { got = append(got, Outcome(a)+" / "+Outcome(b)); return nil }
+		})
+		if len(got) != 1 || !strings.HasPrefix(got[0], "dropped, denied") || !strings.Contains(got[0], " / mesh by ") {
+			t.Errorf("differences %q, want one", got)
+		}
+	})
 }
 
 // Captures of what segmentation offload has not cut yet: packets longer than any MTU, whose IP header says no length.

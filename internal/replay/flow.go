@@ -69,6 +69,8 @@ type Flow struct {
 	down      assembler // what Dst sent
 	acked     int64     // what Src has acknowledged of it
 
+	ends byte // which sides have ended it: endSent, endReceived
+
 	// The netstack's end of it.
 	auto      bool   // Src acknowledges whatever comes
 	answered  bool   // by SYN-ACK
@@ -123,6 +125,37 @@ func (f *Flow) settleConnect(s connectState) {
 		wake()
 	}
 	f.waiters = nil
+}
+
+// The sides of a recorded connection that have ended it; a reset is both.
+const (
+	endSent = 1 << iota
+	endReceived
+)
+
+// goesOn reports whether the capture may have more packets of a flow.
+func (f *Flow) goesOn() bool {
+	return f.Kind == Played && f.ends != endSent|endReceived && f.Sent.Packets+f.Received.Packets > 1
+}
+
+// A past is the connections that were told of and whose packets may go on, so that these are not taken for others. Above 2 × maxPast the
+// oldest are forgotten.
+type past [2]map[pair]bool
+
+const maxPast = 1 << 15
+
+func (p *past) add(x pair) {
+	if p[0] == nil || len(p[0]) == maxPast {
+		p[0], p[1] = make(map[pair]bool), p[0]
+	}
+	p[0][x] = true
+}
+
+func (p *past) has(x pair) bool { return p[0][x] || p[1][x] }
+
+func (p *past) remove(x pair) {
+	delete(p[0], x)
+	delete(p[1], x)
 }
 
 // A flowList is a list in the order of the last packet, the oldest first.

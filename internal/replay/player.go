@@ -95,8 +95,9 @@ type Player struct {
 	open     flowList // in the order of their last packet
 	over     flowList
 	lastID   uint64
-	latest   uint64               // packet of what has it
-	untold   map[uint64]bool      // packets that began a flow of which Done has not been told
+	latest   uint64          // packet of what has it
+	untold   map[uint64]bool // packets that began a flow of which Done has not been told
+	past     past
 	leftover []*Flow              // whose ports were used again
 	waiting  map[pair][]*exchange // DNS questions, by resolver and client
 	err      error                // of a writer
@@ -414,8 +415,12 @@ func (p *Player) forget(f *Flow) {
 	if f.held != nil {
 		f.dropEarly()
 	}
-	if key := (pair{f.Src, f.Dst}); p.flows[key] == f {
+	key := pair{f.Src, f.Dst}
+	if p.flows[key] == f {
 		delete(p.flows, key)
+	}
+	if f.goesOn() {
+		p.past.add(key)
 	}
 }
 

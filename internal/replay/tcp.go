@@ -73,18 +73,25 @@ func (p *Player) tcp(k *packet) {
 	}
 	if f == nil {
 		if g := p.flows[pair{k.dst, k.src}]; g != nil && !syn {
-			p.touch(g, k, &g.Received)
+			p.touch(g, k, &g.Received, endReceived)
 			if !g.skipped {
 				p.record(k)
 				p.fromPeer(g, k)
 			}
 			return
 		}
+		switch {
+		case syn:
+			p.past.remove(pair{k.src, k.dst})
+		case p.past.has(pair{k.src, k.dst}), p.past.has(pair{k.dst, k.src}):
+			p.skip("after_the_end")
+			return
+		}
 		if f = p.begin(k, syn); f == nil {
 			return
 		}
 	}
-	p.touch(f, k, &f.Sent)
+	p.touch(f, k, &f.Sent, endSent)
 	if f.skipped {
 		p.skip("not_chosen")
 		return
@@ -162,8 +169,14 @@ func (p *Player) abandon(f *Flow) {
 }
 
 // touch counts a packet of a flow.
-func (p *Player) touch(f *Flow, k *packet, c *Count) {
+func (p *Player) touch(f *Flow, k *packet, c *Count, side byte) {
 	c.Packets++
+	switch {
+	case k.flags&flagRST != 0:
+		f.ends = endSent | endReceived
+	case k.flags&flagFIN != 0:
+		f.ends |= side
+	}
 	if n := k.carried(); n > 0 {
 		c.Bytes += uint64(n)
 	}
