@@ -72,9 +72,13 @@ func TestReplayOfSamples(t *testing.T) {
 
 // All link types and formats of the same packets say the same.
 func TestReplayDoesNotDependOnTheFormat(t *testing.T) {
-	for _, name := range []string{"vlan.pcap", "cooked-v1.pcap", "cooked-v2.pcap", "nanoseconds.pcap", "compressed.pcap.gz"} {
+	for _, name := range []string{"vlan.pcap", "vxlan.pcap", "cooked-v1.pcap", "cooked-v2.pcap", "nanoseconds.pcap", "compressed.pcap.gz"} {
 		t.Run("T1/"+name, func(t *testing.T) {
-			stdout, stderr, code := replayed(t, "--expect", goldenOf("mesh-http.pcap", ".jsonl"), filepath.Join(replaySamples, name))
+			args := []string{"--expect", goldenOf("mesh-http.pcap", ".jsonl"), filepath.Join(replaySamples, name)}
+			if name == "vxlan.pcap" {
+				args = append(args, "--decap")
+			}
+			stdout, stderr, code := replayed(t, args...)
 			if code != exitOK || stdout != "" {
 				t.Errorf("exit code %d, stdout %s, stderr %s", code, stdout, stderr)
 			}
@@ -344,8 +348,8 @@ func TestReplayAnonymized(t *testing.T) {
 	}
 	for _, name := range names {
 		base := filepath.Base(name)
-		if base == "disorder.pcap" || base == "unsupported.pcapng" {
-			continue // pieces of DNS messages become zeros; packets that cannot be read are left out
+		if base == "disorder.pcap" || base == "unsupported.pcapng" || base == "vxlan.pcap" {
+			continue // pieces of DNS messages, and what is within UDP, become zeros; packets that cannot be read are left out
 		}
 		t.Run("T2/"+base, func(t *testing.T) {
 			want, _, code := replayed(t, "-o", "json", name)

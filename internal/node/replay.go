@@ -44,7 +44,7 @@ type ReplayConfig struct {
 	Log    *slog.Logger               // nil: nothing is logged
 
 	Compare *workload.State                          // another state, in the same run
-	Differ  func(a, b ReplayRecord) error            // is given each pair whose outcome is not the same; b is nil if there is none
+	Differ  func(a, b ReplayRecord) error            // is given each pair whose outcome is not the same; one is nil if only the other state has it
 	Wait    func(ctx context.Context, t int64) error // until it is time for a packet; nil: no wait
 
 	Peer      replay.Peer
