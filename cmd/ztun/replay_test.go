@@ -396,7 +396,7 @@ func TestReplayAnonymizedNetwork(t *testing.T) {
 	if code != exitOK || !strings.Contains(want, "flows: 1 mesh, 2 passthrough") {
 		t.Fatalf("exit code %d, stdout\n%s\nstderr %s", code, want, stderr)
 	}
-	if _, stderr, code := replayed(t, "--state", mesh, "--network", "Blue", "--anonymize", file, capture); code != exitOK {
+	if _, stderr, code := replayed(t, "--state", mesh, "--network", "Blue", "--anonymize", file, "--seed", "a seed", capture); code != exitOK {
 		t.Fatalf("exit code %d, stderr %s", code, stderr)
 	}
 	if got, stderr, code := replayed(t, "--state", file+".state.json", file); code != exitOK || !strings.Contains(got, "flows: 1 mesh, 2 passthrough") {
