@@ -94,7 +94,8 @@ func TestNetnsCaptureReplaysToTheSameDecisions(t *testing.T) {
 	if path, err := exec.LookPath("tcpdump"); err == nil {
 		ready := newLogBuffer()
 		if err := b.pods[clientA].Do(func() error {
-			dump = exec.CommandContext(t.Context(), path, "-i", "ztun0", "-B", "32768", "-U", "--immediate-mode", "-w", "-")
+			// Without -s its buffer has places for 500 superpackets of any length: on a busy machine it lost some.
+			dump = exec.CommandContext(t.Context(), path, "-i", "ztun0", "-B", "32768", "-s", "512", "-U", "--immediate-mode", "-w", "-")
 			dump.Stdout, dump.Stderr = dumped, ready
 			return dump.Start()
 		}); err != nil {
