@@ -17,7 +17,7 @@ func (p *Proxy) fail(f telemetry.Facts, err error) {
 	if errors.Is(err, errSelfCall) {
 		var due bool
 		if f.Suppressed, due = p.selfCalls.due(p.cfg.Group.Now(), selfCallLine); !due {
-			p.cfg.Records.FailUnlogged(f.Direction, err)
+			p.cfg.Records.FailUnlogged(f, err)
 			return
 		}
 	}

@@ -458,7 +458,7 @@ func TestCloseEndsRequests(t *testing.T) {
 
 func TestStraySegments(t *testing.T) {
 	ack := segment{flow: flow4, seq: 5, ack: 77, flags: flagACK, data: []byte("x")}.packet()
-	t.Run("are reset", func(t *testing.T) {
+	t.Run("FP-77 are reset", func(t *testing.T) {
 		r := newRig(t, nil)
 		r.send(ack)
 		if p, _ := r.parsed(r.one()); p.flags&flagRST == 0 || p.seq != 77 {

@@ -15,14 +15,16 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+
+	"ztun.dev/ztun/internal/replay"
 )
 
 // captureFlags are the flags of ztun capture.
 type captureFlags struct {
 	admin, pod, point, file string
-	duration                time.Duration
+	duration, every         time.Duration
 	bytes, packets          uint64
-	snaplen                 uint
+	snaplen, files          uint
 }
 
 func newCapture() *cobra.Command {
@@ -34,10 +36,11 @@ func newCapture() *cobra.Command {
 (tunnel), each an interface of its own. Comments name the flow, as the access log numbers it, and the identities of both sides. What is
 captured of pods can be played again by ztun replay.
 
-It ends by itself after a time or a size, and when whoever reads it goes away. Packets that the reader is too slow for are dropped and
-counted.`,
+It ends by itself after a time or a size, and when whoever reads it goes away. With --files it is a ring: it goes on until its time is
+over or it is interrupted, and the last files are kept. Packets that the reader is too slow for are dropped and counted.`,
 		Example: `  ztun capture --pod shop/cart-0 -w cart.pcapng
-  ztun capture --pod shop/cart-0 --point pod,tunnel -w - | wireshark -k -i -`,
+  ztun capture --pod shop/cart-0 --point pod,tunnel -w - | wireshark -k -i -
+  ztun capture --pod shop/cart-0 -w cart.pcapng --files 10 --bytes 10000000 --duration 12h`,
 		Args: noArgs,
 	}
 	fs := cmd.Flags()
@@ -45,13 +48,28 @@ counted.`,
 	fs.StringVar(&f.pod, "pod", "", "only this pod, `NAMESPACE/NAME`; the default is all of the node")
 	fs.StringVar(&f.point, "point", "pod", "where: pod, tunnel or both with a comma")
 	fs.StringVarP(&f.file, "write", "w", "", "`FILE` to write, or - for standard output")
-	fs.DurationVar(&f.duration, "duration", time.Minute, "for how long, in whole seconds; at most 1h")
-	fs.Uint64Var(&f.bytes, "bytes", 64<<20, "size of the file at which it ends")
+	fs.DurationVar(&f.duration, "duration", time.Minute, "for how long, in whole seconds; at most 24h")
+	fs.Uint64Var(&f.bytes, "bytes", 64<<20, "size of the file at which it ends, or with --files the next one begins")
+	fs.UintVar(&f.files, "files", 0, "a ring: keep the last `N` files, whose names have numbers; at least 2")
+	fs.DurationVar(&f.every, "every", 0, "with --files: begin another file also after this time; 0: by --bytes alone")
 	fs.Uint64Var(&f.packets, "packets", 0, "number of packets at which it ends; 0: none")
 	fs.UintVar(&f.snaplen, "snaplen", 0, "bytes of each packet; 0: all")
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		if f.file == "" {
 			return usagef("ztun capture: want --write FILE, or - for standard output")
+		}
+		switch {
+		case f.files == 0 && f.every != 0:
+			return usagef("ztun capture: --every is for a ring: say by --files how many files are kept")
+		case f.files == 0:
+		case f.files == 1, f.files > 1<<16:
+			return usagef("ztun capture: --files %d: want a number from 2 to %d", f.files, 1<<16)
+		case f.file == "-":
+			return usagef("ztun capture: a ring (--files) cannot be standard output: name a file by --write")
+		case f.every < 0:
+			return usagef("ztun capture: --every %s: want a time", f.every)
+		case f.bytes < 1<<10 || f.bytes > captureMaxBytes:
+			return usagef("ztun capture: --bytes %d: want a number from %d to %d", f.bytes, 1<<10, int64(captureMaxBytes))
 		}
 		ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 		defer stop()
@@ -60,8 +78,15 @@ counted.`,
 	return cmd
 }
 
+// captureMaxBytes is the limit of a running ztun: of a capture, and what a ring is without one of its own.
+const captureMaxBytes = 1 << 40
+
 func (f *captureFlags) run(ctx context.Context, stdout, stderr io.Writer) (err error) {
-	q := url.Values{"pod": {f.pod}, "point": {f.point}, "seconds": {strconv.Itoa(int(f.duration.Seconds()))}, "bytes": {strconv.FormatUint(f.bytes, 10)}}
+	total := f.bytes
+	if f.files > 0 {
+		total = captureMaxBytes
+	}
+	q := url.Values{"pod": {f.pod}, "point": {f.point}, "seconds": {strconv.Itoa(int(f.duration.Seconds()))}, "bytes": {strconv.FormatUint(total, 10)}}
 	if f.packets > 0 {
 		q.Set("packets", strconv.FormatUint(f.packets, 10))
 	}
@@ -85,15 +110,17 @@ func (f *captureFlags) run(ctx context.Context, stdout, stderr io.Writer) (err e
 	default:
 		return fmt.Errorf("ztun capture: %s: %s", resp.Status, reason(resp.Body))
 	}
-	w := stdout
-	if f.file != "-" {
-		file, err := os.Create(f.file)
-		if err != nil {
-			return fmt.Errorf("ztun capture: %w", err)
-		}
-		defer func() { err = errors.Join(err, file.Close()) }()
-		w = file
+	w := io.WriteCloser(unclosed{stdout})
+	switch {
+	case f.files > 0:
+		w, err = replay.NewRing(replay.RingConfig{Path: f.file, Files: int(f.files), Bytes: int64(f.bytes), Every: f.every})
+	case f.file != "-":
+		w, err = os.Create(f.file)
 	}
+	if err != nil {
+		return fmt.Errorf("ztun capture: %w", err)
+	}
+	defer func() { err = errors.Join(err, w.Close()) }()
 	n, err := io.Copy(w, resp.Body)
 	switch {
 	case ctx.Err() != nil:
@@ -107,6 +134,12 @@ func (f *captureFlags) run(ctx context.Context, stdout, stderr io.Writer) (err e
 	_, _ = fmt.Fprintf(stderr, "ztun: %s packets captured, %s dropped\n", resp.Trailer.Get("X-Ztun-Captured"), resp.Trailer.Get("X-Ztun-Dropped")) // as above
 	return nil
 }
+
+// An unclosed is somebody else's to close.
+type unclosed struct{ io.Writer }
+
+// Close implements io.Closer.
+func (unclosed) Close() error { return nil }
 
 // reason is the first line of an answer.
 func reason(r io.Reader) string {

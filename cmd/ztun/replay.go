@@ -199,15 +199,7 @@ func (f *replayFlags) writeAnonymized(cfg *node.ReplayConfig, stderr io.Writer) 
 		_, _ = rand.Read(key) // never fails
 	}
 	a := replay.NewAnonymizer(key)
-	state, err := json.MarshalIndent(struct {
-		workload.Dump
-		StaticConfig struct{} `json:"staticConfig"` // by which a dump is told
-		Config       struct {
-			Network string `json:"network"`
-		} `json:"config"`
-	}{Dump: workload.NewDump(workload.NewSnapshot(a.State(cfg.State))), Config: struct {
-		Network string `json:"network"`
-	}{cfg.Network}}, "", "  ")
+	state, err := json.MarshalIndent(anonymousState(a, cfg), "", "  ")
 	if err != nil {
 		return err
 	}
@@ -226,7 +218,37 @@ func (f *replayFlags) writeAnonymized(cfg *node.ReplayConfig, stderr io.Writer) 
 	return errors.Join(err, buf.Flush(), file.Close())
 }
 
-// config reads what the flags name.
+// A stateDump is the state in the form of a /config_dump, by whose staticConfig one is told.
+type stateDump struct {
+	workload.Dump
+	StaticConfig struct{} `json:"staticConfig"`
+	Config       struct {
+		Network  string        `json:"network"`
+		Settings []dumpSetting `json:"settings"`
+	} `json:"config"`
+}
+
+type dumpSetting struct {
+	Key   string `json:"key"`
+	Value string `json:"value"`
+}
+
+// anonymousState is the state, with the settings that decide with it.
+func anonymousState(a *replay.Anonymizer, cfg *node.ReplayConfig) (d stateDump) {
+	d.Dump = workload.NewDump(workload.NewSnapshot(a.State(cfg.State)))
+	unknown := "deny"
+	if cfg.AllowUnknownPolicy {
+		unknown = "allow"
+	}
+	d.Config.Network = a.Text(cfg.Network)
+	d.Config.Settings = []dumpSetting{
+		{"clusterDomain", a.Text(strings.ToLower(cfg.ClusterDomain))},
+		{"preferedServiceNamespace", a.Text(cfg.PreferredNamespace)},
+		{"unknownPolicy", unknown},
+	}
+	return d
+}
+
 // overwrites refuses outputs that are inputs.
 func (f *replayFlags) overwrites(args []string) error {
 	inputs := slices.Concat(args, []string{f.state, f.compare, f.expect, f.script})
@@ -244,6 +266,7 @@ func (f *replayFlags) overwrites(args []string) error {
 	return nil
 }
 
+// config reads what the flags name.
 func (f *replayFlags) config(stdin io.Reader, args []string) (*node.ReplayConfig, error) {
 	switch {
 	case f.state == "":

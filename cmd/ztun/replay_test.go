@@ -2,12 +2,16 @@ package main
 
 import (
 	"bytes"
+	"compress/gzip"
+	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 )
@@ -68,9 +72,13 @@ func TestReplayOfSamples(t *testing.T) {
 
 // All link types and formats of the same packets say the same.
 func TestReplayDoesNotDependOnTheFormat(t *testing.T) {
-	for _, name := range []string{"vlan.pcap", "cooked-v1.pcap", "cooked-v2.pcap", "nanoseconds.pcap", "compressed.pcap.gz"} {
+	for _, name := range []string{"vlan.pcap", "vxlan.pcap", "cooked-v1.pcap", "cooked-v2.pcap", "nanoseconds.pcap", "compressed.pcap.gz"} {
 		t.Run("T1/"+name, func(t *testing.T) {
-			stdout, stderr, code := replayed(t, "--expect", goldenOf("mesh-http.pcap", ".jsonl"), filepath.Join(replaySamples, name))
+			args := []string{"--expect", goldenOf("mesh-http.pcap", ".jsonl"), filepath.Join(replaySamples, name)}
+			if name == "vxlan.pcap" {
+				args = append(args, "--decap")
+			}
+			stdout, stderr, code := replayed(t, args...)
 			if code != exitOK || stdout != "" {
 				t.Errorf("exit code %d, stdout %s, stderr %s", code, stdout, stderr)
 			}
@@ -142,6 +150,57 @@ func TestReplayComparesStates(t *testing.T) {
 	}
 }
 
+// States in which not the same pods are in the mesh: the flows of both are paired all the same, and those of one are told as such.
+func TestReplayComparesMembership(t *testing.T) {
+	mesh := filepath.Join(replaySamples, "mesh.yaml")
+	data, err := os.ReadFile(mesh)
+	if err != nil {
+		t.Fatal(err)
+	}
+	leave := func(t *testing.T, pod string) string {
+		t.Helper()
+		other := filepath.Join(t.TempDir(), "other.yaml")
+		old := "serviceAccount: " + pod + ", protocol: HBONE"
+		if err := os.WriteFile(other, bytes.Replace(data, []byte(old), []byte(strings.Replace(old, "HBONE", "TCP", 1)), 1), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return other
+	}
+	sample := func(name string) string { return filepath.Join(replaySamples, name) }
+	const head = "12:00:00.000000000  flow 1  outbound 10.244.1.66:41000 -> 10.96.0.10:80  dropped\n"
+	const denied = "dropped, denied: allow policies exist, but none allowed\n"
+	for _, tt := range []struct {
+		name, state, other string
+		args               []string
+		want               []string
+		differ             int
+	}{
+		{"a pod leaves", mesh, leave(t, "intruder"), []string{sample("denied.pcap"), sample("mesh-http.pcap"), sample("dns.pcap")}, []string{head + "  - " + denied + "  + nothing\n"}, 1},
+		{"a pod joins", leave(t, "intruder"), mesh, []string{sample("denied.pcap"), sample("mesh-http.pcap"), sample("dns.pcap")}, []string{head + "  - nothing\n  + " + denied}, 1},
+		{"questions of a pod that leaves", mesh, leave(t, "client"), []string{sample("dns.pcap")}, []string{
+			"  - NOERROR A 10.96.0.10, by mesh\n  + nothing\n", "  - SERVFAIL, by resolver\n  + nothing\n", "outbound 10.244.1.10:50054 -> 10.96.0.53:53  dns\n  - dns\n  + nothing\n",
+		}, 8},
+		{"an id is that of the first state", leave(t, "intruder"), mesh, []string{"--only", "2", sample("denied.pcap"), sample("mesh-http.pcap")}, nil, 0},
+		{"an address chooses what only one state has", leave(t, "intruder"), mesh, []string{"--only", "10.244.1.66", sample("denied.pcap"), sample("mesh-http.pcap")}, []string{head + "  - nothing\n  + " + denied}, 1},
+	} {
+		t.Run("T2/"+tt.name, func(t *testing.T) {
+			stdout, stderr, code := replayed(t, append([]string{"--state", tt.state, "--compare", tt.other}, tt.args...)...)
+			want := exitOK
+			if tt.differ > 0 {
+				want = exitDiffers
+			}
+			if code != want || !strings.HasSuffix(stdout, fmt.Sprintf("\n%d differ\n", tt.differ)) {
+				t.Errorf("exit code %d, want %d with %d that differ; stdout\n%s\nstderr %s", code, want, tt.differ, stdout, stderr)
+			}
+			for _, part := range tt.want {
+				if !strings.Contains(stdout, part) {
+					t.Errorf("stdout\n%s\nwant in it\n%s", stdout, part)
+				}
+			}
+		})
+	}
+}
+
 func TestReplayIsToldWhatIsWrong(t *testing.T) {
 	capture := filepath.Join(replaySamples, "mesh-http.pcap")
 	for _, tt := range []struct {
@@ -172,6 +231,99 @@ func TestReplayIsToldWhatIsWrong(t *testing.T) {
 	}
 }
 
+// Input that is no capture, or a broken one: what of it can be used is, the rest is named, and the exit code tells.
+func TestReplayOfBadInput(t *testing.T) {
+	sample, err := os.ReadFile(filepath.Join(replaySamples, "mesh-http.pcap"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	write := func(t *testing.T, name string, b []byte) string {
+		t.Helper()
+		name = filepath.Join(t.TempDir(), name)
+		if err := os.WriteFile(name, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return name
+	}
+	zipped := func(b []byte, more int) []byte {
+		var out bytes.Buffer
+		z := gzip.NewWriter(&out)
+		for _, piece := range [][]byte{b, make([]byte, more)} {
+			if _, err := z.Write(piece); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := z.Close(); err != nil {
+			t.Fatal(err)
+		}
+		return out.Bytes()
+	}
+	wireless := bytes.Clone(sample)
+	wireless[20] = 105 // IEEE 802.11
+	snapless := bytes.Clone(sample)
+	copy(snapless[16:20], []byte{0, 0, 0, 0})
+	for _, tt := range []struct {
+		name    string
+		path    func(t *testing.T) string
+		code    int
+		packets int
+		want    string // on stderr
+	}{
+		{"an empty file", func(t *testing.T) string { return write(t, "x", nil) }, exitPartly, 0, "byte 0: it is empty\n"},
+		{"no capture", func(t *testing.T) string { return write(t, "x", []byte("hello, world")) }, exitPartly, 0, "neither pcap nor pcapng\n"},
+		{"a directory with a capture", func(t *testing.T) string { return filepath.Dir(write(t, "x", sample)) }, exitOK, 30, ""},
+		{"a directory without one", func(t *testing.T) string { return t.TempDir() }, exitUsage, -1, "has no file\n"},
+		{"a gzip bomb", func(t *testing.T) string { return write(t, "x", zipped(sample, 16<<20)) }, exitOK, 30 + 16<<20/16, ""},
+		{"a gzip file that is cut off", func(t *testing.T) string { b := zipped(sample, 0); return write(t, "x", b[:len(b)-20]) }, exitPartly, -1, "is cut off\n"},
+		{"a gzip file in a gzip file", func(t *testing.T) string { return write(t, "x", zipped(zipped(sample, 0), 0)) }, exitPartly, 0, "neither pcap nor pcapng\n"},
+		{"snaplen 0", func(t *testing.T) string { return write(t, "x", snapless) }, exitOK, 30, ""},
+		{"a link type that is not supported", func(t *testing.T) string { return write(t, "x", wireless) }, exitPartly, 30, "ztun: link type 105: not supported: 30 packets were passed over\n"},
+	} {
+		t.Run("T3/"+tt.name, func(t *testing.T) {
+			stdout, stderr, code := replayed(t, tt.path(t))
+			if code != tt.code || !strings.HasSuffix(stderr, tt.want) || tt.want == "" && stderr != "" || strings.Count(stderr, "\n") > 1 {
+				t.Errorf("exit code %d, want %d; stderr %q, want %q at its end", code, tt.code, stderr, tt.want)
+			}
+			if !strings.Contains("\n"+stdout, fmt.Sprintf("\n%d packets;", tt.packets)) && tt.packets >= 0 {
+				t.Errorf("stdout\n%s\nwant %d packets", stdout, tt.packets)
+			}
+		})
+	}
+	t.Run("T3/any bit", func(t *testing.T) {
+		name := filepath.Join(t.TempDir(), "x")
+		for at := range len(sample) {
+			b := bytes.Clone(sample)
+			b[at] ^= 1 << (at % 8)
+			if at%12 != 0 { // 200 of them
+				continue
+			}
+			if err := os.WriteFile(name, b, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if _, stderr, code := replayed(t, name); code != exitOK && (code != exitPartly || stderr == "") {
+				t.Errorf("byte %d: exit code %d, stderr %q", at, code, stderr)
+			}
+		}
+	})
+}
+
+// The speed of the capture's clock: what is far ahead is waited for.
+func TestReplayWaits(t *testing.T) {
+	t.Run("T1", func(t *testing.T) {
+		ctx, cancel := context.WithCancelCause(t.Context())
+		cancel(errors.New("waited"))
+		wait := pace(1)
+		for _, tt := range []struct {
+			at   time.Duration
+			want string
+		}{{24 * time.Hour, "<nil>"}, {0, "<nil>"}, {24*time.Hour + time.Hour, "waited"}} { // the first, an earlier one, and one an hour later
+			if err := wait(ctx, int64(tt.at)); fmt.Sprint(err) != tt.want {
+				t.Errorf("packet at %v: %v, want %s", tt.at, err, tt.want)
+			}
+		}
+	})
+}
+
 // An anonymized capture does what the real one does, and has nothing of it.
 func TestReplayAnonymized(t *testing.T) {
 	names, err := filepath.Glob(filepath.Join(replaySamples, "*.pcap*"))
@@ -196,8 +348,8 @@ func TestReplayAnonymized(t *testing.T) {
 	}
 	for _, name := range names {
 		base := filepath.Base(name)
-		if base == "disorder.pcap" || base == "unsupported.pcapng" {
-			continue // pieces of DNS messages become zeros; packets that cannot be read are left out
+		if base == "disorder.pcap" || base == "unsupported.pcapng" || base == "vxlan.pcap" {
+			continue // pieces of DNS messages, and what is within UDP, become zeros; packets that cannot be read are left out
 		}
 		t.Run("T2/"+base, func(t *testing.T) {
 			want, _, code := replayed(t, "-o", "json", name)
@@ -224,6 +376,38 @@ func TestReplayAnonymized(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// The network of the node is anonymized with those of the state, and so are the settings that decide with it.
+func TestReplayAnonymizedNetwork(t *testing.T) {
+	data, err := os.ReadFile(filepath.Join(replaySamples, "mesh.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	mesh := filepath.Join(t.TempDir(), "mesh.yaml")
+	named := strings.NewReplacer("namespace: shop, serviceAccount", "network: Blue, namespace: shop, serviceAccount", "  namespace: shop\n  serviceAccount", "  network: Blue\n  namespace: shop\n  serviceAccount",
+		`"/`, `"Blue/`).Replace(string(data))
+	if err := os.WriteFile(mesh, []byte(named), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	file, capture := filepath.Join(t.TempDir(), "anonymous.pcapng"), filepath.Join(replaySamples, "mesh-http.pcap")
+	want, stderr, code := replayed(t, "--state", mesh, "--network", "Blue", capture)
+	if code != exitOK || !strings.Contains(want, "flows: 1 mesh, 2 passthrough") {
+		t.Fatalf("exit code %d, stdout\n%s\nstderr %s", code, want, stderr)
+	}
+	if _, stderr, code := replayed(t, "--state", mesh, "--network", "Blue", "--anonymize", file, "--seed", "a seed", capture); code != exitOK {
+		t.Fatalf("exit code %d, stderr %s", code, stderr)
+	}
+	if got, stderr, code := replayed(t, "--state", file+".state.json", file); code != exitOK || !strings.Contains(got, "flows: 1 mesh, 2 passthrough") {
+		t.Errorf("exit code %d, stdout\n%s\nstderr %s", code, got, stderr)
+	}
+	b, err := os.ReadFile(file + ".state.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if bytes.Contains(b, []byte("Blue")) || bytes.Contains(b, []byte("blue")) || !bytes.Contains(b, []byte(`"clusterDomain"`)) {
+		t.Errorf("the state is\n%s", b)
 	}
 }
 
@@ -260,7 +444,8 @@ func TestReplayOfScripts(t *testing.T) {
 		t.Fatalf("scripts %v, %v", names, err)
 	}
 	for _, name := range names {
-		t.Run("T4/"+filepath.Base(name), func(t *testing.T) {
+		id := map[string]string{"challenge.yaml": "FP-76 ", "hole.yaml": "FP-76 "}[filepath.Base(name)]
+		t.Run("T4/"+id+filepath.Base(name), func(t *testing.T) {
 			golden := goldenOf(name, ".txt")
 			got, stderr, code := replayed(t, "--script", name)
 			if code != exitOK {

@@ -22,9 +22,9 @@ import (
 // Limits of a capture of a running node.
 const (
 	captureSeconds    = 60                    // unless another time is asked for
-	captureMaxSeconds = 3600                  //
+	captureMaxSeconds = 24 * 3600             //
 	captureBytes      = 64 << 20              // of the file, unless another size is asked for
-	captureMaxBytes   = 4 << 30               //
+	captureMaxBytes   = 1 << 40               // of a ring: its files are bounded by its client
 	captureQueue      = 4096                  // packets, and
 	captureQueueBytes = 16 << 20              // bytes that may wait for the client
 	captureDelay      = 20 * time.Millisecond // until the record of a connection is there, for its comments
@@ -131,6 +131,7 @@ type captured struct {
 	dir    replay.Direction
 	data   []byte
 	length int
+	steers bool // flows are given to the kernel, by their SYNs
 }
 
 // A capture is what one client captures.
@@ -218,18 +219,19 @@ func (c *capture) attach() error {
 		if c.req.pod {
 			b, ok := line.backend.(*tunBackend)
 			if !ok {
-				return fmt.Errorf("pod %s has no device: with the redirect backend its side is captured by tcpdump in the pod", p.spec.String())
+				return fmt.Errorf("pod %s is served by the redirect backend, which has no device that point pod could capture: take point tunnel, or tcpdump in the pod", p.spec.String())
 			}
 			if !b.tapped.CompareAndSwap(false, true) {
 				return fmt.Errorf("pod %s is being captured already", p.spec.String())
 			}
 			c.taps = append(c.taps, b)
+			steers := b.steerer != nil
 			b.stack.SetTap(func(written bool, pieces ...[]byte) {
 				dir := replay.DirOutbound // of the pod, as tcpdump has it on the device
 				if written {
 					dir = replay.DirInbound
 				}
-				c.take(podIface, dir, pieces)
+				c.take(podIface, dir, pieces, steers)
 			})
 		}
 		if c.req.tunnel {
@@ -244,7 +246,7 @@ func (c *capture) attach() error {
 					if outgoing {
 						dir = replay.DirOutbound
 					}
-					c.take(tunnelIface, dir, [][]byte{packet})
+					c.take(tunnelIface, dir, [][]byte{packet}, false)
 				})
 				if err != nil {
 					c.n.log.Warn("capture of tunnels", "error", err.Error())
@@ -267,7 +269,7 @@ func (c *capture) detach() {
 }
 
 // take copies a packet into the queue, or counts it as dropped: it never waits.
-func (c *capture) take(iface int, dir replay.Direction, pieces [][]byte) {
+func (c *capture) take(iface int, dir replay.Direction, pieces [][]byte, steers bool) {
 	length := 0
 	for _, p := range pieces {
 		length += len(p)
@@ -283,7 +285,7 @@ func (c *capture) take(iface int, dir replay.Direction, pieces [][]byte) {
 		data = append(data, p[:min(len(p), n-len(data))]...)
 	}
 	select {
-	case c.queue <- captured{time.Now(), iface, dir, data, length}:
+	case c.queue <- captured{time.Now(), iface, dir, data, length, steers}:
 	default:
 		c.waiting.Add(int64(-n))
 		c.dropped.Add(1)
@@ -371,8 +373,20 @@ func (c *capture) end(out *replay.Writer, flush *http.ResponseController, counts
 	return flush.Flush()
 }
 
-// comment says which flow a packet is of, and who its ends are.
+// comment says which flow a packet is of, who its ends are, and of a SYN that is written back to the device that the kernel carries the flow
+// from then on.
 func (c *capture) comment(p *captured) string {
+	what := c.ends(p)
+	if p.steers && p.dir == replay.DirInbound && replay.IsSYN(p.data) {
+		if what != "" {
+			what += "; "
+		}
+		what += replay.CarriedNote
+	}
+	return what
+}
+
+func (c *capture) ends(p *captured) string {
 	src, dst, ok := replay.Endpoints(p.data)
 	if !ok {
 		return ""

@@ -44,7 +44,7 @@ type ReplayConfig struct {
 	Log    *slog.Logger               // nil: nothing is logged
 
 	Compare *workload.State                          // another state, in the same run
-	Differ  func(a, b ReplayRecord) error            // is given each pair whose outcome is not the same; b is nil if there is none
+	Differ  func(a, b ReplayRecord) error            // is given each pair whose outcome is not the same; one is nil if only the other state has it
 	Wait    func(ctx context.Context, t int64) error // until it is time for a packet; nil: no wait
 
 	Peer      replay.Peer
@@ -72,16 +72,24 @@ func Replay(ctx context.Context, cfg ReplayConfig) (*ReplayReport, error) {
 	empty := err != nil
 	a := &replayRun{cfg: &cfg, emit: cfg.Emit}
 	runs := []*replayRun{a}
-	rest := func() error { return nil }
+	var c *comparison
 	if cfg.Compare != nil {
 		other := cfg
 		other.State, other.Recorded, other.Played = *cfg.Compare, nil, nil
-		b := &replayRun{cfg: &other}
-		c := newComparison(cfg.Differ)
-		rest = c.rest
-		a.emit = func(r ReplayRecord) error { return errors.Join(cfg.Emit(r), c.take(0, r)) }
-		b.emit = func(r ReplayRecord) error { return c.take(1, r) }
+		b := &replayRun{cfg: &other, ids: a}
 		runs = append(runs, b)
+		c = newComparison(cfg.Differ)
+		for side, r := range runs {
+			c.open[side] = r.open
+			emit := r.emit
+			r.emit = func(rec ReplayRecord) error {
+				c.take(side, rec)
+				if emit == nil {
+					return nil
+				}
+				return emit(rec)
+			}
+		}
 	}
 	for i, r := range runs {
 		if err := r.start(first.Time); err != nil {
@@ -93,12 +101,15 @@ func Replay(ctx context.Context, cfg ReplayConfig) (*ReplayReport, error) {
 	}
 	err = nil
 	if !empty {
-		err = playAll(ctx, &cfg, runs, &first)
+		err = playAll(ctx, &cfg, runs, c, &first)
 	}
 	for _, r := range runs {
 		err = errors.Join(err, r.end())
 	}
-	return a.report(), errors.Join(err, rest())
+	if c != nil && err == nil {
+		err = c.end()
+	}
+	return a.report(), err
 }
 
 // ReplayScript plays a script in place of captures, of which cfg needs no Source, and tells of its steps. False: one has gone wrong.
@@ -111,7 +122,8 @@ func ReplayScript(cfg ReplayConfig, s *replay.Script, tell func(r *replay.StepRe
 	return ok, errors.Join(err, r.end())
 }
 
-func playAll(ctx context.Context, cfg *ReplayConfig, runs []*replayRun, c *replay.Packet) error {
+// playAll plays packets in all runs, each before the next one; compared is nil if there is one run only.
+func playAll(ctx context.Context, cfg *ReplayConfig, runs []*replayRun, compared *comparison, c *replay.Packet) error {
 	captures := 0
 	for {
 		if ctx.Err() != nil {
@@ -126,6 +138,11 @@ func playAll(ctx context.Context, cfg *ReplayConfig, runs []*replayRun, c *repla
 		captures = cfg.Source.Captures()
 		for _, r := range runs {
 			if err := errors.Join(r.player.Play(c, begins), r.err); err != nil {
+				return err
+			}
+		}
+		if compared != nil {
+			if err := compared.settle(); err != nil {
 				return err
 			}
 		}
@@ -155,6 +172,9 @@ type replayRun struct {
 	pods    map[netip.Addr]*replayPod
 	random  uint64 // state of the generator
 	counts  map[string]int
+	asking  map[uint64]bool // packets whose question has no answer yet
+	ids     *replayRun      // by whose ids Only chooses; nil: the own ones
+	names   replayNames
 }
 
 // A replayPod is a pod and its proxy, which is made when it is needed.
@@ -169,7 +189,7 @@ func (p *replayPod) local(a netip.Addr) bool { return slices.Contains(p.addrs, a
 // start builds the pipeline; its clock stands at the time of the first packet.
 func (r *replayRun) start(at int64) (err error) {
 	r.store.Replace(r.cfg.State)
-	r.counts = make(map[string]int)
+	r.counts, r.asking = make(map[string]int), make(map[uint64]bool)
 	if r.cfg.Log == nil {
 		r.cfg.Log = slog.New(slog.DiscardHandler)
 	}
@@ -185,7 +205,13 @@ func (r *replayRun) start(at int64) (err error) {
 	if err != nil {
 		return err
 	}
-	only := func(f *replay.Flow) bool { return r.cfg.Only(f.ID, f.Src, f.Dst) }
+	only := func(f *replay.Flow) bool {
+		id := f.ID
+		if r.ids != nil {
+			id = r.ids.player.Began(f.Packet)
+		}
+		return r.cfg.Only(id, f.Src, f.Dst)
+	}
 	if r.cfg.Only == nil {
 		only = nil
 	}
@@ -286,7 +312,7 @@ func (r *replayRun) proxyOf(p *replayPod) *proxy.Proxy {
 	if err == nil {
 		p.proxy, err = proxy.New(proxy.Config{
 			Client: &p.client, Local: p.local, Network: r.cfg.Network, Store: &r.store, Underlay: r.player.Underlay(r.connects),
-			Tunnel: r.player.Tunnel(r.admit), DNS: answers{r, dns}, Records: r.records, Connections: r.conns, Group: r.manual.Group(), Rand: r.next, Log: r.cfg.Log,
+			Tunnel: r.player.Tunnel(r.admit), DNS: answers{r, dns}, Resolver: &r.names, Records: r.records, Connections: r.conns, Group: r.manual.Group(), Rand: r.next, Log: r.cfg.Log,
 		})
 	}
 	if err != nil {
@@ -311,6 +337,7 @@ type flowNote struct {
 	opened   []ReplayConnect
 	verdict  *authz.Verdict // of the destination's policy, with HBONE
 	attempts int
+	looked   []netip.Addr // that stand for hostnames of endpoints
 }
 
 func noteOf(f *replay.Flow) *flowNote {
@@ -357,7 +384,8 @@ func (r *replayRun) ServeUDP(_ context.Context, conn stack.UDPConn) {
 		return
 	}
 	if px := r.proxyOf(p); px != nil {
-		px.ServeUDP(context.WithValue(r.base, questionID{}, r.player.Asked()), conn)
+		id, packet := r.player.Asked()
+		px.ServeUDP(context.WithValue(r.base, askedKey{}, asked{id, packet}), conn)
 	}
 }
 
@@ -414,15 +442,16 @@ func (r *replayRun) ended(c *telemetry.Conn, err error) {
 // connects notes what the proxy connects to without HBONE.
 func (r *replayRun) connects(f *replay.Flow, how string, dst netip.AddrPort) {
 	n := noteOf(f)
-	n.opened = append(n.opened, ReplayConnect{Kind: how, NextHop: dst.String()})
+	n.opened = append(n.opened, ReplayConnect{Kind: how, NextHop: r.names.told(n, dst.String())})
 }
 
 // admit plays the node of the destination, as far as its state is known here: policy decides before it connects to the application.
 func (r *replayRun) admit(_ context.Context, f *replay.Flow, gateway, t *hbone.Target) error {
 	n := noteOf(f)
-	c := ReplayConnect{Kind: "connect", NextHop: t.NextHop.String(), Authority: t.Authority, Accepts: texts(t.Accept), Headers: headersOf(&t.Headers)}
+	told := func(text string) string { return r.names.told(n, text) }
+	c := ReplayConnect{Kind: "connect", NextHop: told(t.NextHop.String()), Authority: told(t.Authority), Accepts: texts(t.Accept), Headers: headersOf(&t.Headers)}
 	if gateway != nil {
-		c.NextHop = gateway.NextHop.String()
+		c.NextHop = told(gateway.NextHop.String())
 		c.Gateway = &ReplayConnect{Kind: "connect", NextHop: c.NextHop, Authority: gateway.Authority, Accepts: texts(gateway.Accept), Headers: headersOf(&gateway.Headers)}
 	}
 	n.opened = append(n.opened, c)
@@ -432,7 +461,7 @@ func (r *replayRun) admit(_ context.Context, f *replay.Flow, gateway, t *hbone.T
 	s := r.store.Snapshot()
 	dst, err := netip.ParseAddrPort(t.Authority)
 	w := s.Workload(t.PeerUID)
-	if err != nil || w == nil || !slices.Contains(w.Addresses, dst.Addr()) {
+	if err != nil || w == nil || !slices.Contains(w.Addresses, dst.Addr()) && !slices.Contains(n.looked, dst.Addr()) {
 		return nil // a waypoint, which decides by itself
 	}
 	self := s.Local(&r.podOf(stack.Flow{Src: f.Src, Dst: f.Dst}).client)
@@ -454,6 +483,13 @@ func texts(ids []workload.Identity) (list []string) {
 // done is told of each flow that is over.
 func (r *replayRun) done(f *replay.Flow) {
 	rec := newReplayFlow(f)
+	for _, a := range noteOf(f).looked {
+		w := "the address of " + r.names.names[a] + " is looked up for each connection: here it is taken to be the recorded peer's"
+		if !slices.Contains(rec.Warnings, w) {
+			rec.Warnings = append(rec.Warnings, w)
+		}
+	}
+	rec.Error = r.names.told(noteOf(f), rec.Error)
 	r.counts[rec.Class]++
 	r.give(rec)
 }
@@ -464,7 +500,13 @@ func (r *replayRun) give(rec ReplayRecord) {
 	}
 }
 
-type questionID struct{}
+// open reports whether something that began with a packet has not been told of.
+func (r *replayRun) open(packet uint64) bool { return r.asking[packet] || r.player.Open(packet) }
+
+type askedKey struct{}
+
+// An asked is a question over UDP: its id, and the packet that it came in.
+type asked struct{ id, packet uint64 }
 
 // answers tells of each DNS question, whoever answers it.
 type answers struct {
@@ -475,13 +517,16 @@ type answers struct {
 // ServeDNS implements proxy.DNS.
 func (a answers) ServeDNS(ctx context.Context, client *workload.Client, from, server netip.AddrPort, tcp bool, msg, buf []byte) ([]byte, error) {
 	rec := &ReplayAnswer{Type: "dns", Start: text(a.r.player.When()), Client: from.String(), Server: server.String(), Proto: "udp", By: "mesh"}
-	rec.ID, _ = ctx.Value(questionID{}).(uint64)
+	x, _ := ctx.Value(askedKey{}).(asked)
+	rec.ID, rec.began = x.id, x.packet
 	q := &replay.Question{Client: from, Local: true}
 	if tcp {
 		rec.Proto = "tcp"
 		if q.Flow = replay.FlowOf(ctx); q.Flow != nil {
-			rec.ID = q.Flow.ID
+			rec.ID, rec.began = q.Flow.ID, q.Flow.Packet
 		}
+	} else {
+		a.r.asking[rec.began] = true
 	}
 	if len(msg) >= 2 {
 		q.ID = binary.BigEndian.Uint16(msg)
@@ -492,6 +537,9 @@ func (a answers) ServeDNS(ctx context.Context, client *workload.Client, from, se
 	}
 	rec.End = text(a.r.player.When())
 	rec.describe(msg, answer, err)
+	if !tcp {
+		delete(a.r.asking, rec.began)
+	}
 	a.r.counts["dns_"+rec.By]++
 	a.r.give(rec)
 	return answer, err

@@ -14,8 +14,10 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 
 	"ztun.dev/ztun/internal/replay"
 	"ztun.dev/ztun/internal/workload"
@@ -49,6 +51,9 @@ func replayBytes(t testing.TB, st workload.State, capture []byte, change func(*R
 	cfg := ReplayConfig{State: st, Source: source, Emit: func(r ReplayRecord) error {
 		if r.Text() == "" {
 			t.Errorf("record %d has no text", r.Number())
+		}
+		if f, ok := r.(*ReplayFlow); ok && f.Error == "" && (f.Close == "" || slices.Contains([]string{"refused", "broken", "no answer", "denied"}, f.Close)) {
+			t.Errorf("flow %d is %s, and nothing says why:\n%s", f.ID, f.Close, f.Text())
 		}
 		return enc.Encode(r)
 	}}
@@ -107,6 +112,9 @@ func TestReplayOfDamagedCaptures(t *testing.T) {
 	}
 	slices.Sort(names)
 	r := rand.New(rand.NewPCG(7, 70))
+	other := replayState(t)
+	other.Workloads[1].Protocol = workload.ProtocolTCP // the intruder leaves the mesh
+	before := fromSystem()
 	for i := range 200 {
 		b := damaged(r, files[names[i%len(names)]])
 		t.Run(fmt.Sprintf("T3/%d", i), func(t *testing.T) {
@@ -114,7 +122,95 @@ func TestReplayOfDamagedCaptures(t *testing.T) {
 				c.Peer = replay.Peer(i % 5)
 				c.Checksums = replay.Checksums(i % 2) // auto or off
 				c.Decap = i%3 == 0
+				if i%4 == 1 {
+					c.Compare, c.Differ = &other, func(ReplayRecord, ReplayRecord) error { return nil }
+				}
 			})
+		})
+	}
+	if slower == 1 {
+		if after := fromSystem(); after > before+200<<20 {
+			t.Errorf("damaged captures took %d MiB of memory", (after-before)>>20)
+		}
+	}
+}
+
+// A connection that is over here goes on in the capture, minutes later: that is no other one.
+func TestReplayOfWhatGoesOn(t *testing.T) {
+	paused := func() *longCapture {
+		c := newLongCapture(t, "mesh-http.pcap", 10, 1, 0)
+		c.next() // as it is read
+		file, rest := slices.Clone(c.header), c.buf
+		add := func(r []byte, pause uint32, who byte) {
+			r = slices.Clone(r)
+			binary.LittleEndian.PutUint32(r, binary.LittleEndian.Uint32(r)+pause)
+			for _, at := range []int{12, 16} {
+				if addr := r[pcapRecordBytes+etherBytes+at:]; bytes.Equal(addr[:4], []byte{10, 244, 1, 10}) {
+					addr[3] = who
+				}
+			}
+			file = append(file, r...)
+		}
+		for i, r := range c.records {
+			switch {
+			case i < 4:
+				add(rest[:len(r)], 0, 66) // the intruder, to its request
+			case i == 4:
+				add(rest[:len(r)], 300, 99) // somebody else
+				fallthrough
+			default:
+				add(rest[:len(r)], 600, 66)
+			}
+			rest = rest[len(r):]
+		}
+		c.buf, c.left = file, 0
+		return c
+	}
+	intruder := func(c *ReplayConfig) { c.Local = []netip.Addr{netip.MustParseAddr("10.244.1.66")} }
+	t.Run("T3", func(t *testing.T) {
+		var got []string
+		report := playLong(t, paused(), func(c *ReplayConfig) {
+			intruder(c)
+			c.Emit = func(r ReplayRecord) error { got = append(got, Outcome(r)); return nil }
+		})
+		if want := []string{"dropped, denied: allow policies exist, but none allowed"}; !slices.Equal(got, want) || report.Packets.NotPlayed["after_the_end"] == 0 {
+			t.Errorf("flows %q, want %q; not played: %s", got, want, report.Packets.Unused())
+		}
+	})
+	t.Run("T2", func(t *testing.T) {
+		other := replayState(t)
+		other.Policies = nil
+		for _, w := range other.Workloads {
+			w.AuthorizationPolicies = nil
+		}
+		var got []string
+		playLong(t, paused(), func(c *ReplayConfig) {
+			intruder(c)
+			c.Compare = &other
+			c.Differ = func(a, b ReplayRecord) error { got = append(got, Outcome(a)+" / "+Outcome(b)); return nil }
+		})
+		if len(got) != 1 || !strings.HasPrefix(got[0], "dropped, denied") || !strings.Contains(got[0], " / mesh by ") {
+			t.Errorf("differences %q, want one", got)
+		}
+	})
+}
+
+// Captures of what segmentation offload has not cut yet: packets longer than any MTU, whose IP header says no length.
+func TestReplayOfSegmentationOffload(t *testing.T) {
+	for _, extra := range []int{9000, 60000} {
+		t.Run(fmt.Sprintf("T1/%d bytes", extra), func(t *testing.T) {
+			c := newLongCapture(t, "mesh-http.pcap", 10, 1, extra)
+			for _, i := range []int{3, 5} { // request and answer
+				ip := c.records[i][pcapRecordBytes+etherBytes:]
+				ip[2], ip[3] = 0, 0
+			}
+			var got *ReplayFlow
+			report := playLong(t, c, func(cfg *ReplayConfig) {
+				cfg.Emit = func(r ReplayRecord) error { got = r.(*ReplayFlow); return nil }
+			})
+			if want := uint64(extra); got.Class != "mesh" || got.Close != "ended" || got.Sent != 53+want || got.Received != 63+want || report.Packets.Unused() != "" {
+				t.Errorf("%s\nnot played: %s; want %d bytes and %d", got.Text(), report.Packets.Unused(), 53+want, 63+want)
+			}
 		})
 	}
 }
@@ -232,7 +328,7 @@ func TestReplayFromTheMiddle(t *testing.T) {
 			Src: "10.244.1.10:40000", Dst: "10.96.0.10:80", Class: "midstream", Close: "its beginning is not in the capture: nothing was decided",
 			Recorded: ReplayCounts{Sent: replay.Count{Packets: 4, Bytes: 53}, Received: replay.Count{Packets: 3, Bytes: 63}},
 		}
-		if diff := cmp.Diff(want, f); diff != "" {
+		if diff := cmp.Diff(want, f, cmpopts.IgnoreUnexported(f)); diff != "" {
 			t.Errorf("(-want +got):\n%s", diff)
 		}
 		if n := report.Stack["received"]; n != 0 {
@@ -386,4 +482,217 @@ func TestReplayOfGzipBomb(t *testing.T) {
 			t.Errorf("a bomb of %d bytes took %d MiB of memory", bomb.Len(), grown>>20)
 		}
 	})
+}
+
+// synCapture is a capture of SYNs, a millisecond apart. Their checksums are left out.
+func synCapture(t testing.TB, flows [][2]string) []byte {
+	t.Helper()
+	var file bytes.Buffer
+	w := replay.NewWriter(&file, "test", 0, "pod")
+	for i, f := range flows {
+		if err := w.Packet(0, time.Unix(1_772_366_400, int64(i)*1e6), replay.DirUnknown, synPacket(f[0], f[1]), 40, ""); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return file.Bytes()
+}
+
+// answeredBy adds a packet to a capture of one SYN: an answer of its destination without data.
+func answeredBy(t testing.TB, syn []byte, from, to string, flags byte) []byte {
+	t.Helper()
+	b := synPacket(from, to)
+	binary.BigEndian.PutUint32(b[28:], 1001)
+	b[33] = flags
+	file := bytes.NewBuffer(bytes.Clone(syn))
+	w := replay.NewWriter(file, "test", 0, "pod") // a section of its own
+	if err := w.Packet(0, time.Unix(1_772_366_400, 5e6), replay.DirUnknown, b, len(b), ""); err != nil {
+		t.Fatal(err)
+	}
+	return file.Bytes()
+}
+
+func synPacket(from, to string) []byte {
+	src, dst := netip.MustParseAddrPort(from), netip.MustParseAddrPort(to)
+	b := []byte{0: 4<<4 | 5, 3: 40, 8: 64, 9: 6, 39: 0}
+	copy(b[12:], src.Addr().AsSlice())
+	copy(b[16:], dst.Addr().AsSlice())
+	binary.BigEndian.PutUint16(b[20:], src.Port())
+	binary.BigEndian.PutUint16(b[22:], dst.Port())
+	binary.BigEndian.PutUint32(b[24:], 1000)
+	b[32], b[33], b[34] = 5<<4, 2, 0xff // the header's length, SYN, window
+	return b
+}
+
+// replayFlows plays a capture and returns its flows by who opened them.
+func replayFlows(t testing.TB, st workload.State, capture []byte, change func(*ReplayConfig)) map[string]*ReplayFlow {
+	t.Helper()
+	flows := make(map[string]*ReplayFlow)
+	replayBytes(t, st, capture, func(c *ReplayConfig) {
+		c.Checksums = replay.ChecksumsOff
+		emit := c.Emit
+		c.Emit = func(r ReplayRecord) error {
+			if f, ok := r.(*ReplayFlow); ok {
+				flows[f.Src] = f
+			}
+			return emit(r)
+		}
+		if change != nil {
+			change(c)
+		}
+	})
+	return flows
+}
+
+// Every flow has its reason, also where the access log of a live node says it once a minute, or a limit refuses.
+func TestReplayTellsEveryReason(t *testing.T) {
+	const questions = 512 // of a pod, and connections for them
+	var asking [][2]string
+	for i := range questions + 2 {
+		asking = append(asking, [2]string{fmt.Sprintf("10.244.1.10:%d", 1024+i), "10.96.0.53:53"})
+	}
+	for _, tt := range []struct {
+		name  string
+		flows [][2]string
+		want  map[string]string
+	}{
+		{"FP-102/flows to the proxy itself within a minute", [][2]string{{"10.9.9.9:1001", "10.244.1.10:15006"}, {"10.9.9.9:1002", "10.244.1.10:15006"}}, map[string]string{
+			"10.9.9.9:1001": "dropped, reset, refused: attempted recursive call to ourselves", "10.9.9.9:1002": "dropped, reset, refused: attempted recursive call to ourselves",
+		}},
+		{"an address that no connection can have", [][2]string{{"10.244.1.10:1001", "224.0.0.1:80"}}, map[string]string{
+			"10.244.1.10:1001": "dropped, , refused: the netstack took no SYN of it",
+		}},
+		{"more connections for questions than there can be", asking, map[string]string{
+			"10.244.1.10:1535": "dns, accepted, the capture ends: ", "10.244.1.10:1536": "dropped, reset, refused: a limit of connections for questions was reached",
+		}},
+	} {
+		t.Run("T1/"+tt.name, func(t *testing.T) {
+			flows := replayFlows(t, replayState(t), synCapture(t, tt.flows), nil)
+			for src, want := range tt.want {
+				f := flows[src]
+				if f == nil {
+					t.Fatalf("no flow from %s", src)
+				}
+				if got := f.Class + ", " + f.Answer + ", " + f.Close + ": " + f.Error; got != want {
+					t.Errorf("from %s: %q, want %q", src, got, want)
+				}
+			}
+		})
+	}
+}
+
+// An endpoint that has only a hostname: nobody is asked, and the flow is decided about as far as it can be.
+func TestReplayOfHostnames(t *testing.T) {
+	st := replayState(t)
+	key := func(name string) workload.ServiceKey {
+		return workload.ServiceKey{Namespace: "shop", Hostname: name + ".shop.svc.cluster.local"}
+	}
+	add := func(name, vip string, p workload.Protocol, policies ...string) {
+		st.Workloads = append(st.Workloads, &workload.Workload{
+			UID: "e/shop/" + name, Name: name, Namespace: "shop", ServiceAccount: name, TrustDomain: "cluster.local", Hostname: name + ".example", Protocol: p, Capacity: 1,
+			AuthorizationPolicies: policies, Services: map[workload.ServiceKey]workload.PortMap{key(name): {5432: 5432}},
+		})
+		st.Services = append(st.Services, &workload.Service{
+			Name: name, Namespace: "shop", Hostname: key(name).Hostname, VIPs: []workload.NetworkAddr{{Addr: netip.MustParseAddr(vip)}}, Ports: workload.PortMap{5432: 5432},
+		})
+	}
+	add("db", "10.96.0.15", workload.ProtocolTCP)
+	add("vm", "10.96.0.16", workload.ProtocolHBONE)
+	add("closed", "10.96.0.17", workload.ProtocolHBONE, "shop/nobody")
+	st.Policies = append(st.Policies, &workload.Policy{Name: "nobody", Namespace: "shop", Scope: workload.ScopePolicyWorkload, Groups: []workload.Group{{{{Namespaces: []workload.StringMatch{{Value: "none"}}}}}}})
+	const rst, client = 4 | 16, "10.244.1.10:1001"
+	for _, tt := range []struct {
+		name, to string
+		peer     replay.Peer
+		rst      bool
+		want     ReplayFlow
+	}{
+		{"T1/outside the mesh", "10.96.0.15:5432", replay.PeerEcho, false, ReplayFlow{Class: "passthrough", Answer: "accepted", Opened: []ReplayConnect{{Kind: "dial", NextHop: "db.example:5432"}}}},
+		{"T1/in the mesh", "10.96.0.16:5432", replay.PeerEcho, false, ReplayFlow{Class: "mesh", Answer: "accepted", Opened: []ReplayConnect{{Kind: "connect", NextHop: "vm.example:15008", Authority: "vm.example:5432"}}}},
+		{"T1/refused by the recorded peer", "10.96.0.16:5432", replay.PeerRecorded, true, ReplayFlow{
+			Class: "mesh", Answer: "reset", Opened: []ReplayConnect{{Kind: "connect", NextHop: "vm.example:15008", Authority: "vm.example:5432"}},
+			Error: "hbone: response vm.example:15008: http status: 503 Service Unavailable: connection failed: connection refused",
+		}},
+		{"T1/denied", "10.96.0.17:5432", replay.PeerEcho, false, ReplayFlow{Class: "dropped", Answer: "reset", Opened: []ReplayConnect{{Kind: "connect", NextHop: "closed.example:15008", Authority: "closed.example:5432"}}}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			capture := synCapture(t, [][2]string{{client, tt.to}})
+			if tt.rst {
+				capture = answeredBy(t, capture, tt.to, client, rst)
+			}
+			f := replayFlows(t, st, capture, func(c *ReplayConfig) { c.Peer = tt.peer })[client]
+			got := ReplayFlow{Class: f.Class, Answer: f.Answer, Error: f.Error}
+			for _, o := range f.Opened {
+				got.Opened = append(got.Opened, ReplayConnect{Kind: o.Kind, NextHop: o.NextHop, Authority: o.Authority})
+			}
+			if tt.want.Error == "" {
+				got.Error = ""
+			}
+			if diff := cmp.Diff(tt.want, got, cmpopts.IgnoreUnexported(got)); diff != "" {
+				t.Errorf("(-want +got):\n%s\n%s", diff, f.Text())
+			}
+			if len(f.Warnings) != 1 || !strings.Contains(f.Warnings[0], ".example is looked up for each connection") || strings.Contains(f.Text(), "0.0.0.") {
+				t.Errorf("the flow is told as\n%s", f.Text())
+			}
+		})
+	}
+}
+
+// A capture of a node that gives flows to the kernel has their SYNs only, twice: as they came and, with a note, as they went on. What was
+// decided is told, and nothing is made up of the rest.
+func TestReplayOfWhatTheKernelCarries(t *testing.T) {
+	const stranger, client, intruder = "10.9.9.9:1001", "10.244.1.10:1001", "10.244.1.66:1001"
+	const rst = 4 | 16
+	const carried = "the kernel carries it: the capture has its SYN only"
+	for _, tt := range []struct {
+		name, src, dst string
+		notes          []bool // of the flow's SYNs
+		rst            bool   // and then one of its destination
+		peer           replay.Peer
+		want           ReplayFlow
+	}{
+		{"outside the mesh", client, "192.0.2.80:443", []bool{false, true}, false, replay.PeerRecorded, ReplayFlow{Class: "passthrough", Answer: "not captured", Kernel: true, Close: carried}},
+		{"in the mesh", client, "10.96.0.10:80", []bool{false, true}, false, replay.PeerRecorded, ReplayFlow{Class: "mesh", Answer: "not captured", Kernel: true, Close: carried}},
+		{"inbound", stranger, "10.244.1.10:9090", []bool{false, true}, false, replay.PeerRecorded, ReplayFlow{Class: "inbound", Answer: "not captured", Kernel: true, Close: carried}},
+		{"questions", client, "10.96.0.53:53", []bool{false, true}, false, replay.PeerRecorded, ReplayFlow{Class: "dns", Answer: "not captured", Kernel: true, Close: carried}},
+		{"the SYN again", client, "10.96.0.10:80", []bool{false, false, true, false, true}, false, replay.PeerRecorded, ReplayFlow{Class: "mesh", Answer: "not captured", Kernel: true, Close: carried}},
+		{"without the first", client, "10.96.0.10:80", []bool{true}, false, replay.PeerRecorded, ReplayFlow{Class: "mesh", Answer: "not captured", Kernel: true, Close: carried}},
+		{"to an echo", client, "10.96.0.10:80", []bool{false, true}, false, replay.PeerEcho, ReplayFlow{Class: "mesh", Answer: "not captured", Kernel: true, Close: carried}},
+		{"denied here, but not when it was captured", intruder, "10.96.0.10:80", []bool{false, true}, false, replay.PeerRecorded, ReplayFlow{Class: "dropped", Answer: "reset", Close: "denied"}},
+		{"denied", intruder, "10.96.0.10:80", []bool{false}, true, replay.PeerRecorded, ReplayFlow{Class: "dropped", Answer: "reset", Close: "denied"}},
+		{"refused by the peer", client, "10.96.0.10:80", []bool{false}, true, replay.PeerRecorded, ReplayFlow{Class: "mesh", Answer: "reset", Close: "refused"}},
+	} {
+		t.Run("T1/"+tt.name, func(t *testing.T) {
+			var file bytes.Buffer
+			w := replay.NewWriter(&file, "test", 0, "pod")
+			for i, noted := range tt.notes {
+				comment := "flow 7 outbound unknown -> unknown"
+				if noted {
+					comment += "; " + replay.CarriedNote
+				}
+				if err := w.Packet(0, time.Unix(1_772_366_400, int64(i)*1e6), replay.DirUnknown, synPacket(tt.src, tt.dst), 40, comment); err != nil {
+					t.Fatal(err)
+				}
+			}
+			capture := file.Bytes()
+			if tt.rst {
+				capture = answeredBy(t, capture, tt.dst, tt.src, rst)
+			}
+			var again, small bytes.Buffer
+			records := 0
+			play := func(capture []byte, out *bytes.Buffer) *ReplayFlow {
+				records = 0
+				return replayFlows(t, replayState(t), capture, func(c *ReplayConfig) {
+					emit := c.Emit
+					c.Peer, c.Recorded = tt.peer, replay.NewWriter(out, "test", 0, "pod")
+					c.Emit = func(r ReplayRecord) error { records++; return emit(r) }
+				})[tt.src]
+			}
+			for _, f := range []*ReplayFlow{play(capture, &small), play(small.Bytes(), &again)} { // also as it is written once more
+				got := ReplayFlow{Class: f.Class, Answer: f.Answer, Kernel: f.Kernel, Close: f.Close}
+				if diff := cmp.Diff(tt.want, got, cmpopts.IgnoreUnexported(got)); diff != "" || records != 1 || f.Sent+f.Received > 0 || f.Kernel && f.Error != "" {
+					t.Errorf("%d records (-want +got):\n%s\n%s", records, diff, f.Text())
+				}
+			}
+		})
+	}
 }

@@ -77,6 +77,14 @@ func grown(r []byte, i, extra int) []byte {
 	return append(r, make([]byte, extra)...)
 }
 
+// bytes is the length of one conversation in the file.
+func (c *longCapture) bytes() (n int) {
+	for _, r := range c.records {
+		n += len(r)
+	}
+	return n
+}
+
 // Read implements io.Reader.
 func (c *longCapture) Read(p []byte) (int, error) {
 	if c.at == len(c.buf) {
@@ -151,9 +159,7 @@ func TestReplayOfManyFlows(t *testing.T) {
 		if records != n || report.Packets.Played != uint64(2*n) {
 			t.Errorf("%d records, report %+v, want %d and %d packets played", records, report, n, 2*n)
 		}
-		var m runtime.MemStats
-		runtime.ReadMemStats(&m)
-		return m.Sys
+		return fromSystem()
 	}
 	t.Run("T3/100k flows", func(t *testing.T) {
 		const flows = 100_000
@@ -189,15 +195,46 @@ func BenchmarkReplay(b *testing.B) {
 	for _, extra := range []int{0, 1300} {
 		b.Run(map[int]string{0: "payload=50", 1300: "payload=1350"}[extra], func(b *testing.B) {
 			const conversations = 2000
+			b.SetBytes(conversations * int64(newLongCapture(b, "mesh-http.pcap", 10, 1, extra).bytes()))
 			for b.Loop() {
 				if r := playLong(b, newLongCapture(b, "mesh-http.pcap", 10, conversations, extra), nil); r.Records["mesh"] != conversations {
 					b.Fatalf("report %+v", r)
 				}
 			}
 			b.ReportMetric(float64(b.N)*conversations*10/b.Elapsed().Seconds(), "packets/s")
-			var m runtime.MemStats
-			runtime.ReadMemStats(&m)
-			b.ReportMetric(float64(m.Sys)/(1<<20), "MiB-sys")
+			b.ReportMetric(float64(fromSystem())/(1<<20), "MiB-sys")
 		})
+	}
+}
+
+// fromSystem is how much memory the process has got, in bytes.
+func fromSystem() uint64 {
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return m.Sys
+}
+
+// BenchmarkReplayGigabyte plays a capture of 1 GB, and needs no more memory for it than for a tenth of it.
+func BenchmarkReplayGigabyte(b *testing.B) {
+	if os.Getenv("ZTUN_BENCH_GIGABYTE") == "" {
+		b.Skip("it takes half a minute: set ZTUN_BENCH_GIGABYTE=1")
+	}
+	const size, most, extra, packets = 1_000_000_000, 200 << 20, 1300, 10
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
+	one := newLongCapture(b, "mesh-http.pcap", packets, 1, extra).bytes()
+	conversations := size / one
+	playLong(b, newLongCapture(b, "mesh-http.pcap", packets, conversations/10, extra), nil)
+	before := fromSystem()
+	b.SetBytes(int64(conversations * one))
+	for b.Loop() {
+		if r := playLong(b, newLongCapture(b, "mesh-http.pcap", packets, conversations, extra), nil); r.Records["mesh"] != conversations {
+			b.Fatalf("report %+v", r)
+		}
+	}
+	after := fromSystem()
+	b.ReportMetric(float64(b.N*conversations*packets)/b.Elapsed().Seconds(), "packets/s")
+	b.ReportMetric(float64(after)/(1<<20), "MiB-sys")
+	if after > most || after > before+before/2 {
+		b.Errorf("%d MiB from the system after 1 GB, %d after a tenth; want at most %d", after>>20, before>>20, most>>20)
 	}
 }

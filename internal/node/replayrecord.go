@@ -25,6 +25,8 @@ type ReplayRecord interface {
 	Text() string
 	// outcome is what a comparison of two states looks at.
 	outcome() string
+	// packet is the number of the packet that it began with: of the flow, or of the question over UDP.
+	packet() uint64
 }
 
 // A ReplayFlow is a TCP connection of a capture and what becomes of it.
@@ -42,8 +44,9 @@ type ReplayFlow struct {
 	Service     string          `json:"service,omitempty"`     // hostname
 	Opened      []ReplayConnect `json:"opened,omitempty"`      // what would be connected to, in this order
 	Policy      *ReplayPolicy   `json:"policy,omitempty"`      // of the destination
-	Answer      string          `json:"answer,omitempty"`      // to the SYN: accepted, reset, unreachable or none
+	Answer      string          `json:"answer,omitempty"`      // to the SYN: accepted, reset, unreachable, none, or "not captured"
 	Attempts    int             `json:"attempts,omitempty"`    // SYNs that were decided about, if there were several
+	Kernel      bool            `json:"kernel,omitempty"`      // carries it: of what was to be captured there is the SYN only
 	Sent        uint64          `json:"sent"`                  // bytes that were carried from Src
 	Received    uint64          `json:"received"`              // and to it
 	Recorded    ReplayCounts    `json:"recorded"`
@@ -51,6 +54,8 @@ type ReplayFlow struct {
 	Close       string          `json:"close"` // why it is over
 	Error       string          `json:"error,omitempty"`
 	Warnings    []string        `json:"warnings,omitempty"`
+
+	began uint64 // packet of the input, from 1 on
 }
 
 // ReplayCounts are packets as they were captured.
@@ -98,6 +103,8 @@ type ReplayAnswer struct {
 	Answers []string `json:"answers,omitempty"`
 	Cut     bool     `json:"truncated,omitempty"`
 	Error   string   `json:"error,omitempty"`
+
+	began uint64 // packet of the input, from 1 on; over TCP that of the flow
 }
 
 // text is a time as records have it.
@@ -121,7 +128,7 @@ func headersOf(h *hbone.Headers) map[string]string {
 func newReplayFlow(f *replay.Flow) *ReplayFlow {
 	r := &ReplayFlow{
 		Type: "flow", ID: f.ID, Start: text(f.Start), End: text(f.End), Src: f.Src.String(), Dst: f.Dst.String(), Direction: telemetry.Outbound.String(),
-		Recorded: ReplayCounts{f.Sent, f.Received}, Warnings: f.Warnings(),
+		Recorded: ReplayCounts{f.Sent, f.Received}, Warnings: f.Warnings(), began: f.Packet,
 	}
 	if f.Inbound {
 		r.Direction = telemetry.Inbound.String()
@@ -135,6 +142,9 @@ func newReplayFlow(f *replay.Flow) *ReplayFlow {
 		return r
 	}
 	n := noteOf(f)
+	if r.Kernel = f.Cut == replay.CutCarried; r.Kernel {
+		n.answer, n.err = answerNotCaptured, nil
+	}
 	r.Opened, r.Answer = n.opened, n.answer
 	if n.attempts > 1 {
 		r.Attempts = n.attempts
@@ -187,11 +197,11 @@ func party(w *workload.Workload, id workload.Identity) *ReplayParty {
 }
 
 func (r *ReplayFlow) classify(f *replay.Flow, n *flowNote) {
-	refused := n.answer != "accepted" && n.answer != "accepted, but not acknowledged"
+	refused := n.answer != "accepted" && n.answer != "accepted, but not acknowledged" && !r.Kernel
 	switch {
 	case n.conn != nil && n.conn.EarlyFailure, r.Policy != nil && !r.Policy.Allowed:
 		r.Class = "dropped"
-	case !f.Inbound && f.Dst.Port() == dnsPort && !refused:
+	case !f.Inbound && proxy.IsQuestion(f.Dst) && !refused:
 		r.Class = "dns"
 	case n.conn == nil && len(n.opened) == 0:
 		r.Class = "dropped"
@@ -204,14 +214,21 @@ func (r *ReplayFlow) classify(f *replay.Flow, n *flowNote) {
 	}
 }
 
-// dnsPort is where questions go.
-const dnsPort = 53
+
+// answerNotCaptured is that of a flow which the kernel carries.
+const answerNotCaptured = "not captured"
 
 func (r *ReplayFlow) closed(f *replay.Flow, n *flowNote) {
 	switch {
+	case n.attempts == 0:
+		r.Close, r.Error = "refused", "the netstack took no SYN of it"
+		return
 	case f.Cut == replay.CutEnd && (n.err == nil || errors.Is(n.err, errCaptureEnds)):
 		r.Close = errCaptureEnds.Error()
 		r.Flags = telemetry.FlagNone.String()
+		return
+	case r.Kernel:
+		r.Close = "the kernel carries it: the capture has its SYN only"
 		return
 	case f.Cut == replay.CutTooMany:
 		r.Close = "given up: too many flows are open at once"
@@ -230,8 +247,11 @@ func (r *ReplayFlow) closed(f *replay.Flow, n *flowNote) {
 	default:
 		r.Close = "refused"
 	}
-	if n.err != nil {
+	switch {
+	case n.err != nil:
 		r.Error = n.err.Error()
+	case n.conn == nil && n.answer == "reset": // before there was a record
+		r.Error = "a limit of connections for questions was reached"
 	}
 }
 
@@ -252,6 +272,9 @@ func (r *ReplayFlow) Number() uint64 { return r.ID }
 
 // Number implements ReplayRecord.
 func (r *ReplayAnswer) Number() uint64 { return r.ID }
+
+func (r *ReplayFlow) packet() uint64   { return r.began }
+func (r *ReplayAnswer) packet() uint64 { return r.began }
 
 func (r *ReplayFlow) outcome() string {
 	parts := []string{r.Class, r.Answer, r.Service}
@@ -329,7 +352,7 @@ func (r *ReplayFlow) Text() string {
 	if r.Answer != "" {
 		line("answer", "%s", r.Answer)
 	}
-	if r.Class != "midstream" && r.Class != "tunnel" {
+	if r.Class != "midstream" && r.Class != "tunnel" && !r.Kernel {
 		line("carried", "%d bytes sent, %d received", r.Sent, r.Received)
 	}
 	end := r.Close
@@ -402,63 +425,4 @@ func (r *replayRun) report() *ReplayReport {
 		rep.Problems = append(rep.Problems, replay.Problem{File: "link type " + link, Text: fmt.Sprintf("not supported: %d packets were passed over", rep.Packets.LinkTypes[link])})
 	}
 	return rep
-}
-
-// A comparison pairs the records of two runs. Of each pair the first waits for the other.
-type comparison struct {
-	differ  func(a, b ReplayRecord) error
-	waiting map[recordKey]*[2]ReplayRecord
-	asked   [2]map[uint64]int // questions of each flow so far
-}
-
-type recordKey struct {
-	id       uint64
-	question int // of a flow, from 1 on; 0: the flow
-}
-
-func newComparison(differ func(a, b ReplayRecord) error) *comparison {
-	return &comparison{differ: differ, waiting: make(map[recordKey]*[2]ReplayRecord), asked: [2]map[uint64]int{{}, {}}}
-}
-
-func (c *comparison) take(side int, r ReplayRecord) error {
-	key := recordKey{id: r.Number()}
-	if a, ok := r.(*ReplayAnswer); ok {
-		key.question = 1
-		if a.Proto == "tcp" {
-			c.asked[side][key.id]++
-			key.question = c.asked[side][key.id]
-		}
-	} else {
-		delete(c.asked[side], key.id)
-	}
-	pair := c.waiting[key]
-	if pair == nil {
-		pair = new([2]ReplayRecord)
-		c.waiting[key] = pair
-	}
-	pair[side] = r
-	if pair[0] == nil || pair[1] == nil {
-		return nil
-	}
-	delete(c.waiting, key)
-	return c.compare(pair[0], pair[1])
-}
-
-func (c *comparison) compare(a, b ReplayRecord) error {
-	if a.outcome() == b.outcome() {
-		return nil
-	}
-	return c.differ(a, b)
-}
-
-// rest tells of those that only one state has.
-func (c *comparison) rest() error {
-	keys := slices.SortedFunc(maps.Keys(c.waiting), func(a, b recordKey) int { return cmp.Or(cmp.Compare(a.id, b.id), a.question-b.question) })
-	for _, key := range keys {
-		pair := c.waiting[key]
-		if err := c.differ(pair[0], pair[1]); err != nil {
-			return err
-		}
-	}
-	return nil
 }

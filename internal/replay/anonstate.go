@@ -27,10 +27,14 @@ func (a *Anonymizer) value(v reflect.Value, field string) reflect.Value {
 	out := reflect.New(v.Type()).Elem()
 	switch v.Kind() {
 	case reflect.String:
-		if field == "Network" { // what --network says
-			return v
+		switch field {
+		case "UID":
+			out.SetString(a.UID(v.String()))
+		case "Hostname": // as in DNS messages
+			out.SetString(a.Text(strings.ToLower(v.String())))
+		default:
+			out.SetString(a.Text(v.String()))
 		}
-		out.SetString(a.Text(v.String()))
 	case reflect.Pointer:
 		if v.IsNil() {
 			return v

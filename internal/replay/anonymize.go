@@ -100,9 +100,8 @@ func (a *Anonymizer) Prefix(p netip.Prefix) netip.Prefix {
 	return netip.PrefixFrom(a.Addr(addr), p.Bits()).Masked()
 }
 
-// Word replaces one label of a name by letters, as many; upper and lower case are alike.
+// Word replaces one word of a name by lower-case letters, as many. Words that differ in case only become different ones.
 func (a *Anonymizer) Word(w string) string {
-	w = strings.ToLower(w)
 	if known, ok := a.words[w]; ok || w == "" {
 		return known
 	}
@@ -123,6 +122,18 @@ func (a *Anonymizer) Word(w string) string {
 	}
 	if len(a.words) < maxKnown {
 		a.words[w], a.taken[string(out)] = string(out), true
+	}
+	return string(out)
+}
+
+// UID replaces the uid of a workload by one that no other has. Its length says nothing.
+func (a *Anonymizer) UID(uid string) string {
+	if uid == "" {
+		return ""
+	}
+	out := a.hash('u', []byte(uid))
+	for i := range out {
+		out[i] = 'a' + out[i]%26
 	}
 	return string(out)
 }
@@ -326,7 +337,7 @@ func (a *Anonymizer) name(b []byte, at int) int {
 		case n > 63 || at+1+n > len(b):
 			return -1
 		}
-		copy(b[at+1:], a.Word(string(b[at+1:at+1+n])))
+		copy(b[at+1:], a.Word(strings.ToLower(string(b[at+1:at+1+n])))) // DNS does not tell case apart
 		at += 1 + n
 	}
 	return -1
@@ -351,7 +362,11 @@ func (a *Anonymizer) Capture(s *Source, w *Writer) (left uint64, err error) {
 			left++
 			continue
 		}
-		if err := w.Packet(0, time.Unix(0, p.Time), DirUnknown, b, p.Length-at, ""); err != nil {
+		note := ""
+		if p.Carried {
+			note = CarriedNote
+		}
+		if err := w.Packet(0, time.Unix(0, p.Time), DirUnknown, b, p.Length-at, note); err != nil {
 			return left, fmt.Errorf("replay: write: %w", err)
 		}
 	}

@@ -27,6 +27,7 @@ const (
 	CutEnd         // the capture ends
 	CutTooMany     // more flows were open than can be
 	CutReused      // its ports were used again
+	CutCarried     // the kernel carries it: the capture has its SYN only
 )
 
 // A Count is packets of one direction of a flow, as they are in the capture.
@@ -38,6 +39,7 @@ type Count struct {
 // A Flow is a TCP connection of the capture, or what there is of it.
 type Flow struct {
 	ID         uint64
+	Packet     uint64         // number of the first one, from 1 on, of all that are played
 	Src, Dst   netip.AddrPort // who opened it, and to whom; of a Midstream, of the first packet
 	Kind       Kind
 	Inbound    bool  // it was not a pod that opened it
@@ -49,6 +51,7 @@ type Flow struct {
 
 	warnings []string
 	skipped  bool // Config.Only does not want it
+	carried  bool // the kernel carries it: what follows its SYN is not in the capture
 	script   bool // a Script plays it: what the netstack sends is kept
 	seen     []seenSegment
 
@@ -65,6 +68,8 @@ type Flow struct {
 	peerShift uint8     // the recorded peer took no window scale: by how much windows are smaller than the netstack takes them
 	down      assembler // what Dst sent
 	acked     int64     // what Src has acknowledged of it
+
+	ends byte // which sides have ended it: endSent, endReceived
 
 	// The netstack's end of it.
 	auto      bool   // Src acknowledges whatever comes
@@ -120,6 +125,37 @@ func (f *Flow) settleConnect(s connectState) {
 		wake()
 	}
 	f.waiters = nil
+}
+
+// The sides of a recorded connection that have ended it; a reset is both.
+const (
+	endSent = 1 << iota
+	endReceived
+)
+
+// goesOn reports whether the capture may have more packets of a flow.
+func (f *Flow) goesOn() bool {
+	return f.Kind == Played && f.ends != endSent|endReceived && f.Sent.Packets+f.Received.Packets > 1
+}
+
+// A past is the connections that were told of and whose packets may go on, so that these are not taken for others. Above 2 × maxPast the
+// oldest are forgotten.
+type past [2]map[pair]bool
+
+const maxPast = 1 << 15
+
+func (p *past) add(x pair) {
+	if p[0] == nil || len(p[0]) == maxPast {
+		p[0], p[1] = make(map[pair]bool), p[0]
+	}
+	p[0][x] = true
+}
+
+func (p *past) has(x pair) bool { return p[0][x] || p[1][x] }
+
+func (p *past) remove(x pair) {
+	delete(p[0], x)
+	delete(p[1], x)
 }
 
 // A flowList is a list in the order of the last packet, the oldest first.

@@ -23,7 +23,11 @@ type Packet struct {
 	Link      LinkType // how Data begins
 	Interface string   // name, if the capture has one
 	Offset    int64    // of its record, in bytes of the file as it is uncompressed
+	Carried   bool     // a SYN that was given to the kernel, which carries its connection past what was captured: its comment has CarriedNote
 }
+
+// CarriedNote is in the comments of SYNs that were given to the kernel: what follows does not pass the place that was captured.
+const CarriedNote = "the kernel carries what follows"
 
 // A DamageError says where a capture cannot be read any further. What came before is whole.
 type DamageError struct {

@@ -1,6 +1,7 @@
 package replay
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -204,6 +205,11 @@ func (r *ngReader) packet(p *Packet, b []byte, old bool) string {
 	}
 	r.last = i.time(uint64(r.order.Uint32(b[4:]))<<32 | uint64(r.order.Uint32(b[8:])))
 	*p = Packet{Time: r.last, Data: b[20 : 20+captured], Length: max(captured, min(length, maxCaptured)), Link: i.link, Interface: i.name}
+	if options := b[min(len(b), 20+(captured+3)&^3):]; len(options) > 0 {
+		r.options(options, func(code uint16, v []byte) {
+			p.Carried = p.Carried || code == ngOptComment && bytes.Contains(v, []byte(CarriedNote))
+		})
+	}
 	return ""
 }
 

@@ -3,11 +3,15 @@ package replay
 import (
 	"bytes"
 	"encoding/binary"
+	"encoding/json"
 	"math/rand/v2"
 	"net/netip"
+	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+
+	"ztun.dev/ztun/internal/workload"
 )
 
 func parsed(t *testing.T, b []byte) *packet {
@@ -216,6 +220,89 @@ func TestAnonymizer(t *testing.T) {
 	}
 	if got := a.Text("shop/web.shop.svc.cluster.local"); got != a.Word("shop")+"/"+a.Word("web")+"."+a.Word("shop")+".svc.cluster.local" {
 		t.Errorf("Text = %q", got)
+	}
+}
+
+// What differs in case only stays different, and its case is not told; names of networks are replaced as others are.
+func TestAnonymizedState(t *testing.T) {
+	const upper, lower = "Kubernetes//Pod/Shop/Web", "kubernetes//Pod/Shop/Web"
+	key := workload.ServiceKey{Namespace: "shop", Hostname: "web.shop.svc.cluster.local"}
+	addr := netip.MustParseAddr("10.0.0.1")
+	st := workload.State{
+		Workloads: []*workload.Workload{
+			{UID: upper, Name: "Web", Namespace: "shop", Network: "Blue", ClusterID: "Kubernetes", Addresses: []netip.Addr{addr}, Services: map[workload.ServiceKey]workload.PortMap{key: nil}},
+			{
+				UID: lower, Name: "web", Namespace: "shop", Network: "blue", Hostname: "WWW.Shop.SVC.cluster.local", AuthorizationPolicies: []string{"shop/only-Web"},
+				Waypoint: &workload.GatewayAddress{Address: workload.NetworkAddr{Network: "Blue", Addr: addr}, Port: 15008},
+			},
+		},
+		Services: []*workload.Service{{
+			Name: "web", Namespace: "shop", Hostname: key.Hostname, VIPs: []workload.NetworkAddr{{Network: "blue", Addr: addr}},
+			CIDRVIPs: []workload.NetworkPrefix{{Network: "Blue", Prefix: netip.MustParsePrefix("10.1.0.0/16")}},
+		}},
+		Policies: []*workload.Policy{{Name: "only-Web", Namespace: "shop"}},
+	}
+	a := NewAnonymizer([]byte("k"))
+	got := a.State(st)
+	one, two, web := got.Workloads[0], got.Workloads[1], got.Services[0]
+	if one.UID == two.UID || one.Name == two.Name || one.Network == two.Network {
+		t.Errorf("%+v and %+v are alike", one, two)
+	}
+	if one.Network != two.Waypoint.Address.Network || one.Network != web.CIDRVIPs[0].Network || two.Network != web.VIPs[0].Network || one.Network != a.Text("Blue") {
+		t.Errorf("networks %q and %q; waypoint %+v, service %+v", one.Network, two.Network, two.Waypoint, web)
+	}
+	if p := got.Policies[0]; two.AuthorizationPolicies[0] != p.Key() {
+		t.Errorf("policy %s is selected by %s", p.Key(), two.AuthorizationPolicies)
+	}
+	if _, ok := one.Services[web.Key()]; !ok || two.Hostname != a.Text("www.shop.svc.cluster.local") {
+		t.Errorf("services %v, want %v; hostname %s", one.Services, web.Key(), two.Hostname)
+	}
+	text, err := json.Marshal(workload.NewDump(workload.NewSnapshot(got)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, secret := range []string{"Kubernetes", "ubernetes//", "Pod", "shop", "Shop", "web", "Web", "blue", "Blue", "www", "10.0.0.1", "10.1."} {
+		if bytes.Contains(text, []byte(secret)) {
+			t.Errorf("%s has %q", text, secret)
+		}
+	}
+	for _, w := range got.Workloads {
+		for _, s := range []string{w.UID, w.Name, w.Namespace, w.Network, w.ClusterID, w.Hostname} {
+			if s != strings.ToLower(s) {
+				t.Errorf("%q tells case", s)
+			}
+		}
+	}
+}
+
+// That the kernel carries a flow is told of an anonymized capture as well, and nothing else that its comments say.
+func TestAnonymizedNotes(t *testing.T) {
+	var in, out bytes.Buffer
+	w := NewWriter(&in, "test", 0, "pod")
+	for _, comment := range []string{"flow 1 outbound secret -> secret", "flow 1 outbound secret -> secret; " + CarriedNote} {
+		if err := w.Packet(0, epoch, DirInbound, meshHTTP()[0].ip, 60, comment); err != nil {
+			t.Fatal(err)
+		}
+	}
+	source := func(b *bytes.Buffer) *Source {
+		s, err := NewSource(SourceConfig{Paths: []string{"-"}, Stdin: b})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	if left, err := NewAnonymizer([]byte("k")).Capture(source(&in), NewWriter(&out, "test", 0, "pod")); left > 0 || err != nil {
+		t.Fatalf("%d packets left out, %v", left, err)
+	}
+	if bytes.Contains(out.Bytes(), []byte("secret")) {
+		t.Error("a comment is in the anonymized capture")
+	}
+	var got []bool
+	for s, p := source(&out), new(Packet); s.Next(p) == nil; {
+		got = append(got, p.Carried)
+	}
+	if diff := cmp.Diff([]bool{false, true}, got); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
 	}
 }
 

@@ -85,6 +85,7 @@ type Player struct {
 	shift   int64 // what the capture's times are ahead of Manual's
 	begun   bool
 	asked   uint64 // id of the question that is played
+	carried bool   // the packet that is played has CarriedNote
 	frags   defragmenter
 	senders map[netip.Addr]*[2]uint32 // right and wrong checksums
 	chosen  map[pair]bool             // by resolver and client: their answers are kept, too
@@ -94,6 +95,9 @@ type Player struct {
 	open     flowList // in the order of their last packet
 	over     flowList
 	lastID   uint64
+	latest   uint64          // packet of what has it
+	untold   map[uint64]bool // packets that began a flow of which Done has not been told
+	past     past
 	leftover []*Flow              // whose ports were used again
 	waiting  map[pair][]*exchange // DNS questions, by resolver and client
 	err      error                // of a writer
@@ -129,7 +133,7 @@ func New(cfg Config) (*Player, error) {
 		cfg.MaxOpen = DefaultMaxOpen
 	}
 	p := &Player{
-		cfg: cfg, m: cfg.Manual, now: cfg.Start, flows: make(map[pair]*Flow), senders: make(map[netip.Addr]*[2]uint32), chosen: make(map[pair]bool), waiting: make(map[pair][]*exchange),
+		cfg: cfg, m: cfg.Manual, now: cfg.Start, flows: make(map[pair]*Flow), senders: make(map[netip.Addr]*[2]uint32), chosen: make(map[pair]bool), waiting: make(map[pair][]*exchange), untold: make(map[uint64]bool),
 		counts: Counts{NotPlayed: make(map[string]uint64), LinkTypes: make(map[string]uint64)},
 	}
 	p.dev = &Device{mtu: DefaultMTU, wrote: p.written}
@@ -154,6 +158,7 @@ func (p *Player) skip(why string) { p.counts.NotPlayed[why]++ }
 // Play plays a packet. first says that it is the first of a capture: its clock may be another.
 func (p *Player) Play(c *Packet, first bool) error {
 	p.advance(c.Time, first)
+	p.carried = c.Carried
 	p.counts.Packets++
 	p.counts.Bytes += uint64(c.Length)
 	if len(c.Data) < c.Length {
@@ -324,7 +329,11 @@ func (p *Player) record(k *packet) {
 	if p.cfg.Recorded == nil {
 		return
 	}
-	if err := p.cfg.Recorded.Packet(0, time.Unix(0, p.now), DirUnknown, k.b, k.length, ""); err != nil && p.err == nil {
+	note := ""
+	if p.carried {
+		note = CarriedNote
+	}
+	if err := p.cfg.Recorded.Packet(0, time.Unix(0, p.now), DirUnknown, k.b, k.length, note); err != nil && p.err == nil {
 		p.err = fmt.Errorf("replay: write: %w", err)
 	}
 }
@@ -352,9 +361,13 @@ func (p *Player) Finish(cut func()) {
 
 // done tells of a flow.
 func (p *Player) done(f *Flow) {
-	if !f.skipped {
-		p.cfg.Done(f)
+	if f.skipped {
+		return
 	}
+	p.mu.Lock()
+	delete(p.untold, f.Packet)
+	p.mu.Unlock()
+	p.cfg.Done(f)
 }
 
 // expire tells of flows that were over for a while, and gives up open ones when there are too many.
@@ -402,8 +415,12 @@ func (p *Player) forget(f *Flow) {
 	if f.held != nil {
 		f.dropEarly()
 	}
-	if key := (pair{f.Src, f.Dst}); p.flows[key] == f {
+	key := pair{f.Src, f.Dst}
+	if p.flows[key] == f {
 		delete(p.flows, key)
+	}
+	if f.goesOn() {
+		p.past.add(key)
 	}
 }
 
@@ -440,8 +457,31 @@ func (p *Player) Serving(f *Flow) {
 func (p *Player) NextID() uint64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	return p.nextID()
+}
+
+// nextID numbers what the packet begins that is being played. mu is held.
+func (p *Player) nextID() uint64 {
 	p.lastID++
+	p.latest = p.counts.Packets
 	return p.lastID
+}
+
+// Began is the id of what the packet with a number, that which was played last, has begun; 0: nothing.
+func (p *Player) Began(packet uint64) uint64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.latest != packet {
+		return 0
+	}
+	return p.lastID
+}
+
+// Open reports whether Done has yet to be told of a flow that began with the packet with a number.
+func (p *Player) Open(packet uint64) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.untold[packet]
 }
 
 // Unused says in one line what was not played, or "".

@@ -43,6 +43,7 @@ func sampleFiles() map[string][]byte {
 		"disorder.pcap":       pcapFile(binary.LittleEndian, false, LinkEthernet, ethernet, disorder()),
 		"retransmission.pcap": pcapFile(binary.LittleEndian, false, LinkEthernet, ethernet, retransmission()),
 		"vlan.pcap":           pcapFile(binary.LittleEndian, false, LinkEthernet, func(ip []byte) []byte { return vlan(ip, 7, 42) }, meshHTTP()),
+		"vxlan.pcap":          pcapFile(binary.LittleEndian, false, LinkEthernet, ethernet, tunnelled(meshHTTP())),
 		"cooked-v1.pcap":      pcapFile(binary.LittleEndian, false, LinkSLL, cooked1, meshHTTP()),
 		"cooked-v2.pcap":      pcapFile(binary.LittleEndian, false, LinkSLL2, cooked2, meshHTTP()),
 		"nanoseconds.pcap":    pcapFile(binary.BigEndian, true, LinkRaw, nil, meshHTTP()),
@@ -66,6 +67,15 @@ func meshHTTP() []frame {
 	t.http("10.244.1.10:40001", "10.244.2.30:8080", 2000) // a workload outside the mesh
 	t.http("10.244.1.10:40002", outside, 3000)
 	return t.frames
+}
+
+// tunnelled has frames as VXLAN carries them between two nodes.
+func tunnelled(frames []frame) (out []frame) {
+	a, b := netip.MustParseAddrPort("192.0.2.1:5000"), netip.MustParseAddrPort("192.0.2.2:4789")
+	for _, f := range frames {
+		out = append(out, frame{at: f.at, ip: udpPacket(a, b, append([]byte{8, 0, 0, 0, 0, 0, 1, 0}, ethernet(f.ip)...))})
+	}
+	return out
 }
 
 func dns() []frame {

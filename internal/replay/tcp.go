@@ -67,24 +67,31 @@ func (p *Player) tcp(k *packet) {
 	defer p.mu.Unlock()
 	syn := k.flags&(flagSYN|flagACK) == flagSYN
 	f := p.flows[pair{k.src, k.dst}]
-	if f != nil && syn && (f.Kind == Midstream || f.isn != k.seq || f.answered && f.list == &p.over) {
+	if f != nil && syn && (f.Kind == Midstream || f.isn != k.seq || f.answered && f.list == &p.over && !f.carried) {
 		p.reuse(f)
 		f = nil
 	}
 	if f == nil {
 		if g := p.flows[pair{k.dst, k.src}]; g != nil && !syn {
-			p.touch(g, k, &g.Received)
+			p.touch(g, k, &g.Received, endReceived)
 			if !g.skipped {
 				p.record(k)
 				p.fromPeer(g, k)
 			}
 			return
 		}
+		switch {
+		case syn:
+			p.past.remove(pair{k.src, k.dst})
+		case p.past.has(pair{k.src, k.dst}), p.past.has(pair{k.dst, k.src}):
+			p.skip("after_the_end")
+			return
+		}
 		if f = p.begin(k, syn); f == nil {
 			return
 		}
 	}
-	p.touch(f, k, &f.Sent)
+	p.touch(f, k, &f.Sent, endSent)
 	if f.skipped {
 		p.skip("not_chosen")
 		return
@@ -100,12 +107,14 @@ func (p *Player) begin(k *packet, syn bool) *Flow {
 		p.skip("not_of_a_pod")
 		return nil
 	}
-	p.lastID++
 	f := &Flow{
-		ID: p.lastID, Src: k.src, Dst: k.dst, Inbound: !local, Start: p.now, End: p.now, auto: p.cfg.Peer != PeerRecorded, held: &p.held,
+		ID: p.nextID(), Packet: p.counts.Packets, Src: k.src, Dst: k.dst, Inbound: !local, Start: p.now, End: p.now, auto: p.cfg.Peer != PeerRecorded, held: &p.held,
 		up: assembler{discard: true, fin: noFIN}, down: assembler{fin: noFIN},
 	}
 	f.skipped = p.cfg.Only != nil && !p.cfg.Only(f)
+	if !f.skipped {
+		p.untold[f.Packet] = true
+	}
 	p.flows[pair{f.Src, f.Dst}] = f
 	switch {
 	case !syn:
@@ -160,8 +169,14 @@ func (p *Player) abandon(f *Flow) {
 }
 
 // touch counts a packet of a flow.
-func (p *Player) touch(f *Flow, k *packet, c *Count) {
+func (p *Player) touch(f *Flow, k *packet, c *Count, side byte) {
 	c.Packets++
+	switch {
+	case k.flags&flagRST != 0:
+		f.ends = endSent | endReceived
+	case k.flags&flagFIN != 0:
+		f.ends |= side
+	}
 	if n := k.carried(); n > 0 {
 		c.Bytes += uint64(n)
 	}
@@ -184,8 +199,17 @@ func (p *Player) fromSource(f *Flow, k *packet, syn bool) {
 	case f.Kind == TunnelLeg:
 		p.skip("tunnel")
 		return
+	case syn && (f.carried || p.carried && f.Sent.Packets > 1): // it has been played: this is the one that was given to the kernel, or one more
+		p.counts.Played++
+		if p.carried {
+			p.carry(f)
+		}
+		return
 	case syn:
 		p.playSYN(f, k)
+		if p.carried {
+			p.carry(f)
+		}
 		return
 	case f.refused:
 		p.skip("after_the_end")
@@ -443,6 +467,7 @@ func (p *Player) fromPeer(f *Flow, k *packet) {
 			f.peerShift = f.options.scale
 		}
 		f.peerSeen, f.peerISN = true, k.seq
+		f.carried = false // it is here after all
 		f.settleConnect(connectAccepted)
 		return
 	}
@@ -573,7 +598,11 @@ func (p *Player) fromStack(f *Flow, k *packet) {
 		if f.window == 0 {
 			f.window = math.MaxUint16
 		}
-		if f.auto && !f.refused {
+		switch {
+		case f.refused:
+		case f.carried:
+			p.handOver(f)
+		case f.auto:
 			p.acknowledge(f)
 		}
 		return

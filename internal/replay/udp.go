@@ -32,7 +32,7 @@ func (p *Player) udp(k *packet) {
 }
 
 func (p *Player) question(k *packet) {
-	f := &Flow{ID: p.NextID(), Src: k.src, Dst: k.dst, Start: p.now, End: p.now}
+	f := &Flow{ID: p.NextID(), Packet: p.counts.Packets, Src: k.src, Dst: k.dst, Start: p.now, End: p.now}
 	switch {
 	case p.cfg.Only != nil && !p.cfg.Only(f):
 		p.skip("not_chosen")
@@ -56,13 +56,14 @@ func (p *Player) question(k *packet) {
 	p.inject(whole, b)
 }
 
-// Asked is the id of the question that the netstack has just got. Others, put together of fragments, get the next one.
-func (p *Player) Asked() uint64 {
+// Asked is the id of the question that the netstack has just got, and the number of its packet. Others, put together of fragments,
+// get the next id.
+func (p *Player) Asked() (id, packet uint64) {
 	if id := p.asked; id != 0 {
 		p.asked = 0
-		return id
+		return id, p.counts.Packets
 	}
-	return p.NextID()
+	return p.NextID(), p.counts.Packets
 }
 
 // answered gives the recorded answer of a resolver to the first question that it fits.

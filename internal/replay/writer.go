@@ -116,6 +116,12 @@ func (o *Writer) Statistics(index int, at time.Time, captured, dropped uint64) e
 	return o.err
 }
 
+// IsSYN reports whether an IP packet is the first of a TCP connection.
+func IsSYN(b []byte) bool {
+	var k packet
+	return k.parse(b, math.MaxInt32) == "" && k.proto == protoTCP && !k.fragment && k.flags&(flagSYN|flagACK) == flagSYN
+}
+
 // Endpoints are who sends and who gets an IP packet, with the ports of TCP and UDP.
 func Endpoints(b []byte) (src, dst netip.AddrPort, ok bool) {
 	var k packet

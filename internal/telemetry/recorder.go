@@ -127,27 +127,36 @@ func (r *Recorder) logs(l slog.Level) bool {
 
 // Fail records a flow that failed before anything was decided about it.
 func (r *Recorder) Fail(f Facts, err error) {
-	r.FailUnlogged(f.Direction, err)
-	f.EarlyFailure = true
-	c := &Conn{ID: r.lastID.Add(1), Start: r.cfg.Now(), Facts: f, rec: r, finished: true}
+	c := r.failedEarly(f, err)
 	if r.logs(slog.LevelWarn) {
 		r.log.put(r.line(c, "warn", "connection failed", err, false), true)
 	}
-	if r.cfg.Ended != nil {
-		r.cfg.Ended(c, err)
-	}
+	r.tellEnded(c, err)
 }
 
-// FailUnlogged counts what Fail records, and writes no line: for failures of which there are many of one kind. The next that has
-// a line says how many there were (Facts.Suppressed).
-func (r *Recorder) FailUnlogged(d Direction, err error) {
+// FailUnlogged is Fail without a line in the access log: for failures of which there are many of one kind. The next that has a line
+// says how many there were (Facts.Suppressed).
+func (r *Recorder) FailUnlogged(f Facts, err error) {
+	r.tellEnded(r.failedEarly(f, err), err)
+}
+
+// failedEarly counts a failure.
+func (r *Recorder) failedEarly(f Facts, err error) *Conn {
 	r.failed.Add(1)
 	_, reason := r.cfg.Classify(err)
 	reason = reason.known()
 	r.mu.Lock()
-	r.metrics.early[d][reason]++
-	r.metrics.ends[d][reason]++
+	r.metrics.early[f.Direction][reason]++
+	r.metrics.ends[f.Direction][reason]++
 	r.mu.Unlock()
+	f.EarlyFailure = true
+	return &Conn{ID: r.lastID.Add(1), Start: r.cfg.Now(), Facts: f, rec: r, finished: true}
+}
+
+func (r *Recorder) tellEnded(c *Conn, err error) {
+	if r.cfg.Ended != nil {
+		r.cfg.Ended(c, err)
+	}
 }
 
 func (r *Recorder) finish(c *Conn, err error) {
@@ -179,9 +188,7 @@ func (r *Recorder) finish(c *Conn, err error) {
 	if r.logs(level) {
 		r.log.put(r.line(c, name, "connection complete", err, true), err != nil)
 	}
-	if r.cfg.Ended != nil {
-		r.cfg.Ended(c, err)
-	}
+	r.tellEnded(c, err)
 }
 
 // Each calls f for every open connection, on a copy of the list.
