@@ -21,7 +21,7 @@ const (
 
 var errNoPoller = errors.New("event loops need Linux (epoll)")
 
-type watch struct{}
+type watch struct{ ready func(Events) }
 
 type poller struct{}
 

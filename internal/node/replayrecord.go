@@ -214,7 +214,6 @@ func (r *ReplayFlow) classify(f *replay.Flow, n *flowNote) {
 	}
 }
 
-
 // answerNotCaptured is that of a flow which the kernel carries.
 const answerNotCaptured = "not captured"
 
