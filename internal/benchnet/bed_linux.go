@@ -45,20 +45,23 @@ func (p *path) small() string { return fmt.Sprintf("%s:%d", p.addr, p.port) }
 func (p *path) bulk() string  { return fmt.Sprintf("%s:%d", p.addr, p.port+1) }
 func (p *path) one() string   { return fmt.Sprintf("%s:%d", p.addr, p.port+2) }
 
+// settings are those of each node beside the default ones.
+var settings = [...]string{2: "offload: off\n", 3: "offload: off\n", 4: "connectCache: 1s\n"}
+
 // A bed is the network with all that serves in it.
 type bed struct {
 	lab     *lab.Lab
 	dir     string
 	binary  string
 	members []member
-	nodes   [4]*ztun // nil while it does not run; the last two give nothing back to the kernel
-	paths   []*path  // direct first
+	nodes   [len(settings)]*ztun // nil while it does not run; settings says how they differ
+	paths   []*path              // direct first
 }
 
 // newBed builds everything but ztun's processes. dir is for files.
 func newBed(ctx context.Context, binary, dir string) (_ *bed, err error) {
 	b := &bed{dir: dir, binary: binary}
-	if b.lab, err = lab.New(ctx, lab.Config{Nodes: 4, PodsPerNode: podCount, TimeWaitBuckets: timeWaitBuckets}); err != nil {
+	if b.lab, err = lab.New(ctx, lab.Config{Nodes: len(settings), PodsPerNode: podCount, TimeWaitBuckets: timeWaitBuckets}); err != nil {
 		return nil, fmt.Errorf("benchnet: %w", err)
 	}
 	defer func() {
@@ -145,6 +148,7 @@ func (b *bed) serve(ctx context.Context) error {
 	add(pathRelay, fromPlain, a, func(p *path) { p.port, p.source = relayPort, fixed(relay) })
 	add(pathRelayPair, fromPlain, a, func(p *path) { p.port, p.source, p.destination = tlsRelayPort, fixed(relayA), fixed(relayZ) })
 	add(pathPassthrough, fromMesh, plain, func(p *path) { p.source, p.through = running(0), nodes(0) })
+	add(pathRemembered, from(4, podMesh, podMeshNeighbour), plain, func(p *path) { p.source, p.through = running(4), nodes(4) })
 	add(pathInbound, fromPlain, mesh, func(p *path) { p.destination, p.through = running(1), nodes(1) })
 	add(pathMesh, fromMesh, mesh, func(p *path) { p.source, p.destination, p.through = running(0), running(1), nodes(0, 1) })
 	add(pathNetstackPassthrough, fromMeshOff, plainOff, func(p *path) { p.source, p.through = running(2), nodes(2) })
@@ -156,11 +160,7 @@ func (b *bed) serve(ctx context.Context) error {
 // startZtun starts all nodes.
 func (b *bed) startZtun(ctx context.Context) error {
 	for i := range b.nodes {
-		offload := "auto"
-		if i >= 2 {
-			offload = "off"
-		}
-		z, err := startZtun(ctx, b.binary, b.dir, b.lab.Node(i), b.members, offload)
+		z, err := startZtun(ctx, b.binary, b.dir, b.lab.Node(i), b.members, settings[i])
 		if err != nil {
 			return err
 		}

@@ -19,10 +19,14 @@ type figure struct {
 
 // A measurement gives the figures of one or more rows.
 type measurement struct {
-	name string
-	rows []row
-	take func(ctx context.Context, b *bed, p *path, d time.Duration) ([]figure, error)
+	name     string
+	rows     []row
+	connects bool // it is about new connections
+	take     func(ctx context.Context, b *bed, p *path, d time.Duration) ([]figure, error)
 }
+
+// isOn reports whether it is taken on a path: what is remembered makes a difference for new connections only.
+func (m *measurement) isOn(path string) bool { return m.connects || path != pathRemembered }
 
 // measurements are those of a round, in the order of their rows.
 func measurements() []measurement {
@@ -153,8 +157,9 @@ const mostFailed = 10_000
 func connectMeasurement(workers int) measurement {
 	name := fmt.Sprintf("connect/%d", workers)
 	return measurement{
-		name: name,
-		rows: []row{{Name: name, Title: "connect-request-close, " + plural(workers, "worker"), Unit: "1/s", Better: higher}},
+		name:     name,
+		rows:     []row{{Name: name, Title: "connect-request-close, " + plural(workers, "worker"), Unit: "1/s", Better: higher}},
+		connects: true,
 		take: func(ctx context.Context, b *bed, p *path, d time.Duration) ([]figure, error) {
 			var r connectResult
 			if err := runTool(ctx, p.client, d, &r, "bench-connect", "-addr", p.small(), "-workers", fmt.Sprint(workers), "-time", d.String()); err != nil {
@@ -317,7 +322,7 @@ func (b *bed) rounds(ctx context.Context, o options, r *report) error {
 	wanted := false
 	for i := range all {
 		r.addRows(all[i].rows)
-		wanted = wanted || len(b.chosen(o, all[i].name, 0)) > 0
+		wanted = wanted || len(b.chosen(o, &all[i], 0)) > 0
 	}
 	if !wanted {
 		return nil
@@ -328,7 +333,7 @@ func (b *bed) rounds(ctx context.Context, o options, r *report) error {
 	for round := range o.rounds {
 		o.say("round %d of %d", round+1, o.rounds)
 		for _, m := range all {
-			for _, p := range b.chosen(o, m.name, round) {
+			for _, p := range b.chosen(o, &m, round) {
 				figures, err := m.through(ctx, b, p, o.duration)
 				if ctx.Err() != nil {
 					return context.Cause(ctx)
@@ -350,14 +355,14 @@ func (b *bed) rounds(ctx context.Context, o options, r *report) error {
 }
 
 // chosen are the paths on which to take a measurement. Direct is with them if any is.
-func (b *bed) chosen(o options, name string, round int) []*path {
+func (b *bed) chosen(o options, m *measurement, round int) []*path {
 	var some []*path
 	for _, p := range b.paths[1:] {
-		if o.wants(name, p.name) {
+		if o.wants(m.name, p.name) && m.isOn(p.name) {
 			some = append(some, p)
 		}
 	}
-	if len(some) > 0 || o.wants(name, pathDirect) {
+	if len(some) > 0 || o.wants(m.name, pathDirect) {
 		some = append([]*path{b.paths[0]}, some...)
 	}
 	if len(some) > 0 {
@@ -373,7 +378,7 @@ func (b *bed) profiles(ctx context.Context, o options, all []measurement) error 
 		return fmt.Errorf("benchnet: %w", err)
 	}
 	for _, m := range all {
-		for _, p := range b.chosen(o, m.name, 0) {
+		for _, p := range b.chosen(o, &m, 0) {
 			for _, z := range p.through() {
 				file := filepath.Join(o.profile, fmt.Sprintf("%s.%s.%s.pprof", fileName(m.name), p.name, z.name))
 				if err := b.profile(ctx, &m, p, z, file); err != nil {

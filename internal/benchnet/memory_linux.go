@@ -47,7 +47,7 @@ func measurePods(ctx context.Context, o options, dir string, r *report) (err err
 	}
 	var sizes [2]uint64
 	for i, some := range [][]member{members[:basePods], members} {
-		z, err := startZtun(ctx, o.ztun, dir, l.Node(0), some, "auto")
+		z, err := startZtun(ctx, o.ztun, dir, l.Node(0), some, "")
 		if err != nil {
 			return err
 		}

@@ -20,6 +20,9 @@ const (
 
 	pathControl = "control" // as direct, from another pod: what differs from it is noise
 
+	// As passthrough, with ZTUN_CONNECT_CACHE: for connections per second only, what is open is the same.
+	pathRemembered = "remembered"
+
 	// Through ztun with ZTUN_OFFLOAD=off.
 	pathNetstackPassthrough = "netstack-passthrough"
 	pathNetstackInbound     = "netstack-inbound"
@@ -28,13 +31,13 @@ const (
 
 // pathOrder is that of columns.
 var pathOrder = []string{
-	pathZtun, pathDirect, pathControl, pathRelay, pathRelayPair, pathPassthrough, pathInbound, pathMesh,
+	pathZtun, pathDirect, pathControl, pathRelay, pathRelayPair, pathPassthrough, pathRemembered, pathInbound, pathMesh,
 	pathNetstackPassthrough, pathNetstackInbound, pathNetstackMesh,
 }
 
 // rivals are what some paths are compared with beside direct: what the kernel carries with what nobody captures, what it has the
 // application's side of with a netstack in its place.
-var rivals = map[string]string{pathPassthrough: pathControl, pathInbound: pathControl, pathMesh: pathNetstackMesh}
+var rivals = map[string]string{pathPassthrough: pathControl, pathRemembered: pathControl, pathInbound: pathControl, pathMesh: pathNetstackMesh}
 
 // A table is some rows of a report as text.
 type table struct {

@@ -49,7 +49,7 @@ func writeMesh(dir string, members []member) error {
 	return nil
 }
 
-// A ztun is one node's process, with the default configuration but for the offload.
+// A ztun is one node's process.
 type ztun struct {
 	name    string
 	node    *lab.Host
@@ -70,9 +70,9 @@ const (
 
 // startZtun starts the process of a node, which serves those of the members that are there, and waits until it does. It
 // outlives ctx: it is to end in order.
-func startZtun(ctx context.Context, binary, dir string, node *lab.Host, members []member, offload string) (*ztun, error) {
+func startZtun(ctx context.Context, binary, dir string, node *lab.Host, members []member, settings string) (*ztun, error) {
 	var b strings.Builder
-	fmt.Fprintf(&b, "nodeName: %[2]s\nlocalXdsPath: %[1]s/mesh.yaml\nfakeCa: true\nfakeCaRoot: %[1]s/root.pem\nhandoverSocket: %[1]s/%[2]s/ztun.sock\noffload: %[3]s\npods:\n", dir, node.Name, offload)
+	fmt.Fprintf(&b, "nodeName: %[2]s\nlocalXdsPath: %[1]s/mesh.yaml\nfakeCa: true\nfakeCaRoot: %[1]s/root.pem\nhandoverSocket: %[1]s/%[2]s/ztun.sock\n%[3]spods:\n", dir, node.Name, settings)
 	for _, m := range members {
 		if m.node == node {
 			fmt.Fprintf(&b, "- {netns: %[2]s, uid: %[1]s, name: %[1]s, namespace: bench, serviceAccount: %[1]s}\n", m.name, m.host.NetnsPath())
