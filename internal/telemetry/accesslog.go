@@ -17,20 +17,25 @@ type accessLog struct {
 	dropped, droppedImportant atomic.Uint64
 
 	mu    sync.Mutex // guards below
-	lines [][]byte
+	text  []byte     // the lines, one behind the other
+	lines int
 }
+
+// keptText is how much memory stays for text between bursts, in bytes.
+const keptText = 1 << 20
 
 func (l *accessLog) init(limit int) {
 	l.limit, l.wake = limit, make(chan struct{}, 1)
 }
 
+// put copies a line.
 func (l *accessLog) put(line []byte, important bool) {
 	l.mu.Lock()
 	limit := l.limit
 	if !important {
 		limit -= limit / 4
 	}
-	if len(l.lines) >= limit {
+	if l.lines >= limit {
 		l.mu.Unlock()
 		if important {
 			l.droppedImportant.Add(1)
@@ -39,7 +44,8 @@ func (l *accessLog) put(line []byte, important bool) {
 		}
 		return
 	}
-	l.lines = append(l.lines, line)
+	l.text = append(l.text, line...)
+	l.lines++
 	l.mu.Unlock()
 	select {
 	case l.wake <- struct{}{}:
@@ -47,9 +53,18 @@ func (l *accessLog) put(line []byte, important bool) {
 	}
 }
 
+// take returns what was put, and has text in its place.
+func (l *accessLog) take(text []byte) []byte {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	text, l.text = l.text, text[:0]
+	l.lines = 0
+	return text
+}
+
 // run writes the lines, many in one write.
 func (l *accessLog) run(ctx context.Context, w io.Writer) error {
-	var buf []byte
+	var text []byte
 	for {
 		ended := false
 		select {
@@ -57,16 +72,12 @@ func (l *accessLog) run(ctx context.Context, w io.Writer) error {
 		case <-ctx.Done():
 			ended = true
 		}
-		l.mu.Lock()
-		lines := l.lines
-		l.lines = nil
-		l.mu.Unlock()
-		buf = buf[:0]
-		for _, line := range lines {
-			buf = append(buf, line...)
+		if cap(text) > keptText {
+			text = nil
 		}
-		if len(buf) > 0 && w != nil {
-			if _, err := w.Write(buf); err != nil {
+		text = l.take(text)
+		if len(text) > 0 && w != nil {
+			if _, err := w.Write(text); err != nil {
 				return fmt.Errorf("telemetry: access log: %w", err)
 			}
 		}

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"net/netip"
 	"strconv"
+	"sync"
 	"time"
 	"unicode"
 	"unicode/utf8"
@@ -159,10 +160,21 @@ func cut(s string, limit int) string {
 	return s[:limit] + "…"
 }
 
+// lineWriters are those that no line is written in.
+var lineWriters = sync.Pool{New: func() any { return &lineWriter{b: make([]byte, 0, 1024)} }}
+
+// write puts one line into the access log.
+func (r *Recorder) write(c *Conn, level, message string, err error, ended bool) {
+	w := lineWriters.Get().(*lineWriter)
+	w.line(r, c, level, message, err, ended)
+	r.log.put(w.b, err != nil)
+	lineWriters.Put(w)
+}
+
 // line is one line of the access log, in the fields and order of ztunnel.
-func (r *Recorder) line(c *Conn, level, message string, err error, ended bool) []byte {
+func (w *lineWriter) line(r *Recorder, c *Conn, level, message string, err error, ended bool) {
 	now := r.cfg.Now()
-	w := &lineWriter{b: make([]byte, 0, 768), json: r.cfg.JSON}
+	*w = lineWriter{b: w.b[:0], json: r.cfg.JSON}
 	w.begin(level, now, AccessTarget, message)
 	if !w.json {
 		w.b = append(w.b, '\t')
@@ -200,7 +212,7 @@ func (r *Recorder) line(c *Conn, level, message string, err error, ended bool) [
 	if w.json {
 		w.b = append(w.b, '}')
 	}
-	return append(w.b, '\n')
+	w.b = append(w.b, '\n')
 }
 
 // AccessFields are what lines of the access log may have beside ztunnel's fields.

@@ -377,8 +377,9 @@ func BenchmarkLine(b *testing.B) {
 		b.Fatal(err)
 	}
 	c := r.Open(outbound(), nil)
+	var w lineWriter
 	b.ReportAllocs()
 	for b.Loop() {
-		r.line(c, "info", "connection complete", nil, true)
+		w.line(r, c, "info", "connection complete", nil, true)
 	}
 }

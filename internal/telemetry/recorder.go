@@ -99,7 +99,7 @@ func (r *Recorder) Open(f Facts, closer func(cause error)) *Conn {
 	r.mu.Unlock()
 	r.opened.Add(1)
 	if r.logs(slog.LevelDebug) {
-		r.log.put(r.line(c, "debug", "connection opened", nil, false), false)
+		r.write(c, "debug", "connection opened", nil, false)
 	}
 	if r.cfg.Opening != nil {
 		r.cfg.Opening(c)
@@ -129,7 +129,7 @@ func (r *Recorder) logs(l slog.Level) bool {
 func (r *Recorder) Fail(f Facts, err error) {
 	c := r.failedEarly(f, err)
 	if r.logs(slog.LevelWarn) {
-		r.log.put(r.line(c, "warn", "connection failed", err, false), true)
+		r.write(c, "warn", "connection failed", err, false)
 	}
 	r.tellEnded(c, err)
 }
@@ -186,7 +186,7 @@ func (r *Recorder) finish(c *Conn, err error) {
 		level, name = slog.LevelError, "error"
 	}
 	if r.logs(level) {
-		r.log.put(r.line(c, name, "connection complete", err, true), err != nil)
+		r.write(c, name, "connection complete", err, true)
 	}
 	r.tellEnded(c, err)
 }
