@@ -114,10 +114,11 @@ func TestNetnsSteerKilled(t *testing.T) {
 		must(t, err)
 		alive := func(when string) {
 			t.Helper()
-			if mode == SteerByNFT && (when == "killed" || when == "closed") {
-				return // its flows stand still until the next start: their first route is that of the device
+			pairs := [][2]int{{in, inPeer}, {inPeer, in}, {out, outPeer}, {outPeer, out}}
+			if mode != SteerBySockops && (when == "killed" || when == "closed") {
+				pairs = pairs[:2] // the others stand still until the next start: their first route is that of the device
 			}
-			for _, pair := range [][2]int{{out, outPeer}, {outPeer, out}, {in, inPeer}, {inPeer, in}} {
+			for _, pair := range pairs {
 				send(t, pair[0], pair[1], "clear "+when)
 			}
 		}
@@ -157,8 +158,11 @@ func TestNetnsSteerKilled(t *testing.T) {
 		l.capture(t, cfg, byPort(crashWays))
 		alive("restarted")
 		_, _ = unix.Write(mesh, []byte("secret 3"))
-		if mode == SteerBySockops { // nothing says who opened it: both ways
-			const carried = uint64(len("clear before" + "clear killed" + "clear closed" + "clear restarted"))
+		if mode != SteerByNFT { // nothing says who opened it: both ways
+			carried := uint64(len("clear before" + "clear restarted"))
+			if mode == SteerBySockops {
+				carried += uint64(len("clear killed" + "clear closed"))
+			}
 			src, dst := localOf(t, out), network
 			closeNow(t, out)
 			closeNow(t, outPeer)
@@ -179,10 +183,7 @@ func TestNetnsSteerKilled(t *testing.T) {
 		if other := l.agent.other.Load(); other != 0 {
 			t.Errorf("%d TCP packets other than SYNs on the device after the restart, want none", other)
 		}
-		want := []string{"clear before", "clear restarted", "clear again"} // the positive control
-		if mode != SteerByNFT {
-			want = append(want, "clear killed", "clear closed")
-		}
+		want := []string{"clear before", "clear restarted", "clear again", "clear killed", "clear closed"} // the positive control
 		if got := tap.has(append(want, "secret")...); !slices.Equal(slices.Sorted(slices.Values(got)), slices.Sorted(slices.Values(want))) {
 			t.Errorf("outside there was %q, want %q", got, want)
 		}
@@ -220,7 +221,7 @@ func TestNetnsSteerEnrolsRunningConnections(t *testing.T) {
 			send(t, pair[0], pair[1], "still here")
 		}
 		for _, fd := range []int{out.fd, inPeer, half.fd} {
-			if m := markOf(t, fd); m != testOwn && mode == SteerBySockops {
+			if m := markOf(t, fd); m != testOwn && mode != SteerByNFT {
 				t.Errorf("mark of an older connection %#x, want %#x", m, testOwn)
 			}
 		}
@@ -255,9 +256,18 @@ func TestNetnsSteerDoesNotEnrolWhatIsBeingOpened(t *testing.T) {
 // Two pods may have the same addresses. They share the Steering, and nothing else.
 func TestNetnsSteerTwoPodsOfTheSameAddress(t *testing.T) {
 	t.Parallel()
+	for _, mode := range bpfModes {
+		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
+			steerTwoPodsOfTheSameAddress(t, mode)
+		})
+	}
+}
+
+func steerTwoPodsOfTheSameAddress(t *testing.T, mode string) {
 	var mu sync.Mutex
 	ends := map[uint64][]EndedFlow{}
-	s := newSteering(t, SteerBySockops, func(e EndedFlow) {
+	s := newSteering(t, mode, func(e EndedFlow) {
 		mu.Lock()
 		defer mu.Unlock()
 		ends[e.Netns] = append(ends[e.Netns], e)
@@ -287,7 +297,7 @@ func TestNetnsSteerTwoPodsOfTheSameAddress(t *testing.T) {
 		}
 		for i := range labs {
 			send(t, fds[i][0], fds[i][1], fmt.Sprintf("pod %d", i))
-			if m, want := markOf(t, fds[i][0]), []int{testOwn, testDeliver}[i]; m != want {
+			if m, want := markOf(t, fds[i][0]), []int{testOwn, testDeliver}[i]; m != want && mode == SteerBySockops {
 				t.Errorf("pod %d: mark %#x, want %#x", i, m, want)
 			}
 		}
@@ -322,7 +332,7 @@ func TestNetnsSteerMarksHaveToAgree(t *testing.T) {
 	if _, err := Open(t.Context(), cfg); err == nil {
 		t.Error("Open with other marks than its Steering: no error")
 	}
-	for mode, want := range map[string]string{"magic": `mode "magic" is not known`, SteerByTC: "not built", "": `mode "" is not known`} {
+	for mode, want := range map[string]string{"magic": `mode "magic" is not known`, "": `mode "" is not known`} {
 		if _, err := NewSteering(SteeringConfig{Mode: mode, Marks: cfg.Marks}); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("NewSteering of mode %q: %v, want %q", mode, err, want)
 		}

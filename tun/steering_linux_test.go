@@ -57,8 +57,14 @@ func (l *steeredLab) capture(t *testing.T, cfg Config, decide func(src, dst neti
 // newSteering makes a Steering that runs until the test ends.
 func newSteering(t *testing.T, mode string, ended func(EndedFlow)) *Steering {
 	t.Helper()
+	return startSteering(t, SteeringConfig{Mode: mode, Ended: ended})
+}
+
+func startSteering(t *testing.T, cfg SteeringConfig) *Steering {
+	t.Helper()
 	needPrivilege(t)
-	s, err := NewSteering(SteeringConfig{Mode: mode, Marks: testConfig(nil).Marks, Ended: ended})
+	cfg.Marks = testConfig(nil).Marks
+	s, err := NewSteering(cfg)
 	must(t, err)
 	run(t, s)
 	return s
@@ -163,6 +169,21 @@ func TestNetnsSteerWithoutBPF(t *testing.T) {
 	must(t, s.Close())
 }
 
+// Without the root of cgroup v2 there is no program of sockets: tc does without.
+func TestNetnsSteerWithoutCgroup(t *testing.T) {
+	t.Parallel()
+	needPrivilege(t)
+	s, err := NewSteering(SteeringConfig{Mode: "auto", Marks: testConfig(nil).Marks, noCgroup: true})
+	must(t, err)
+	if got := s.Backend(); got != SteerByTC {
+		t.Errorf("auto without the root of cgroup v2: %s, want tc", got)
+	}
+	must(t, s.Close())
+	if _, err := NewSteering(SteeringConfig{Mode: SteerBySockops, Marks: testConfig(nil).Marks, noCgroup: true}); err == nil || !strings.Contains(err.Error(), "steering by sockops: cgroup v2") {
+		t.Errorf("by name without the root of cgroup v2: %v, want the reason", err)
+	}
+}
+
 func always(w Way) func(src, dst netip.AddrPort) Way {
 	return func(src, dst netip.AddrPort) Way { return w }
 }
@@ -200,7 +221,7 @@ func TestNetnsSteerToNetwork(t *testing.T) {
 		}
 		send(t, d.fd, c, "hello")
 		send(t, c, d.fd, "hello you")
-		if m := markOf(t, d.fd); m != testOwn && mode != SteerByNFT {
+		if m := markOf(t, d.fd); m != testOwn && mode == SteerBySockops {
 			t.Errorf("mark of the application's socket %#x, want %#x", m, testOwn)
 		}
 		must(t, unix.Shutdown(d.fd, unix.SHUT_WR))
@@ -227,7 +248,7 @@ func TestNetnsSteerToListener(t *testing.T) {
 		}
 		send(t, d.fd, c, "hello")
 		send(t, c, d.fd, "hello you")
-		if m := markOf(t, d.fd); m != testDeliver && mode != SteerByNFT {
+		if m := markOf(t, d.fd); m != testDeliver && mode == SteerBySockops {
 			t.Errorf("mark of the application's socket %#x, want %#x", m, testDeliver)
 		}
 		must(t, unix.Shutdown(d.fd, unix.SHUT_WR))
@@ -286,6 +307,19 @@ func TestNetnsSteerToListenerInbound(t *testing.T) {
 		l.wantOnlySYNs(t, 1)
 		l.wantEnded(t)
 	})
+}
+
+// bpfModes are those that auto may take.
+var bpfModes = []string{SteerBySockops, SteerByTC}
+
+// eachBPFMode runs f for each of them and each family.
+func eachBPFMode(t *testing.T, f func(t *testing.T, mode string, pod, remote netip.Addr)) {
+	for _, mode := range bpfModes {
+		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
+			eachFamily(t, func(t *testing.T, pod, remote netip.Addr) { f(t, mode, pod, remote) })
+		})
+	}
 }
 
 // eachMode runs f for each backend and family.

@@ -49,10 +49,10 @@ func TestNetnsSteerRefusalsAreFaithful(t *testing.T) {
 				continue
 			}
 			want := EndedFlow{Netns: l.k.Cookie(), Src: src, Dst: c.to, Err: unix.ECONNREFUSED}
-			if mode == SteerByNFT && c.from == l.remote { // the pod has never had a socket of it
+			if mode != SteerBySockops && c.from == l.remote { // the pod has never had a socket of it
 				want.Err = unix.ETIMEDOUT
 				for range 2 {
-					l.k.steerer.(*nftNetns).sweep(l.steering.cfg.Ended)
+					l.k.steerer.(endSource).sweep(l.steering.cfg.Ended)
 				}
 			}
 			l.wantEnded(t, want)
@@ -142,8 +142,8 @@ func TestNetnsSteerLateSegmentsStayInTheKernel(t *testing.T) {
 // A listener that answers with SYN cookies keeps nothing of the SYN: the ACK has to find its way to it too.
 func TestNetnsSteerWithSYNCookies(t *testing.T) {
 	t.Parallel()
-	eachFamily(t, func(t *testing.T, pod, remote netip.Addr) {
-		l := newSteeredLab(t, SteerBySockops, byPort(map[uint16]Way{82: ToListener, 83: ToApplication, 84: ToListenerInbound}))
+	eachBPFMode(t, func(t *testing.T, mode string, pod, remote netip.Addr) {
+		l := newSteeredLab(t, mode, byPort(map[uint16]Way{82: ToListener, 83: ToApplication, 84: ToListenerInbound}))
 		must(t, l.pod.Do(func() error {
 			p, err := openProcfs()
 			if err != nil {
@@ -254,30 +254,33 @@ func TestNetnsSteerGuard(t *testing.T) {
 // Kubelet's probes have no mark and are not captured; their answers pass the guard.
 func TestNetnsSteerGuardLetsProbesBeAnswered(t *testing.T) {
 	t.Parallel()
-	for _, probe := range []netip.Addr{probe4, probe6} {
-		t.Run(probe.String(), func(t *testing.T) {
-			t.Parallel()
-			l := newSteeredLab(t, SteerBySockops, always(ignore))
-			setAddr(t, l.remote, netip.PrefixFrom(probe, probe.BitLen()).String(), true)
-			pod := pod4
-			if probe.Is6() {
-				pod = pod6
-			}
-			to := netip.AddrPortFrom(pod, 8080)
-			app := listenerOf(t, l.pod, to, 0)
-			d := startDial(t, l.remote, netip.AddrPortFrom(probe, 0), to, nil)
-			if err := d.wait(t, 3000); err != nil {
-				t.Fatalf("probe: %v", err)
-			}
-			c, _ := accept(t, app)
-			send(t, d.fd, c, "GET")
-			send(t, c, d.fd, "200")
-			l.wantOnlySYNs(t, 0)
-		})
-	}
+	eachMode(t, func(t *testing.T, mode string, pod, _ netip.Addr) {
+		l := newSteeredLab(t, mode, always(ignore))
+		probe := probe4
+		if pod.Is6() {
+			probe = probe6
+		}
+		setAddr(t, l.remote, netip.PrefixFrom(probe, probe.BitLen()).String(), true)
+		to := netip.AddrPortFrom(pod, 8080)
+		app := listenerOf(t, l.pod, to, 0)
+		d := startDial(t, l.remote, netip.AddrPortFrom(probe, 0), to, nil)
+		if err := d.wait(t, 3000); err != nil {
+			t.Fatalf("probe: %v", err)
+		}
+		c, _ := accept(t, app)
+		send(t, d.fd, c, "GET")
+		send(t, c, d.fd, "200")
+		l.wantOnlySYNs(t, 0)
+	})
 }
 
 func TestNetnsSteerBurst(t *testing.T) {
+	for _, mode := range bpfModes {
+		t.Run(mode, func(t *testing.T) { steerBurst(t, mode) })
+	}
+}
+
+func steerBurst(t *testing.T, mode string) {
 	const burst = 5000
 	var limit unix.Rlimit
 	must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
@@ -290,7 +293,7 @@ func TestNetnsSteerBurst(t *testing.T) {
 		must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &limit))
 		t.Cleanup(func() { must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &old)) })
 	}
-	l := newSteeredLab(t, SteerBySockops, byPort(map[uint16]Way{81: ToNetwork, 82: ToListener}))
+	l := newSteeredLab(t, mode, byPort(map[uint16]Way{81: ToNetwork, 82: ToListener}))
 	server := listenerOf(t, l.remote, netip.AddrPortFrom(remote4, 81), 0)
 	for port, listener := range map[uint16]int{81: server, 82: l.accepts[unix.AF_INET]} {
 		to := netip.AddrPortFrom(remote4, port)
@@ -475,9 +478,9 @@ func ttlOfSYN(t *testing.T, fd int) int {
 func TestNetnsSteerCountsNoHop(t *testing.T) {
 	t.Parallel()
 	for _, rule := range []bool{false, true} { // with a rule of others the main table does not tell the interface
-		for _, remote := range []netip.Addr{remote4, remote6} {
-			t.Run(fmt.Sprintf("%s/rule=%v", remote, rule), func(t *testing.T) {
-				t.Parallel()
+		t.Run(fmt.Sprintf("rule=%v", rule), func(t *testing.T) {
+			t.Parallel()
+			eachBPFMode(t, func(t *testing.T, mode string, _, remote netip.Addr) {
 				l := &steeredLab{lab: newLab(t, true)}
 				if rule {
 					must(t, l.pod.Do(func() error {
@@ -487,7 +490,7 @@ func TestNetnsSteerCountsNoHop(t *testing.T) {
 					}))
 				}
 				cfg := testConfig(l.pod)
-				cfg.Steering = newSteering(t, SteerBySockops, nil)
+				cfg.Steering = newSteering(t, mode, nil)
 				l.capture(t, cfg, always(ToNetwork))
 				if out := l.k.addrs.wayOut(remote); (out == 0) != rule {
 					t.Errorf("way out to %s: interface %d", remote, out)
@@ -506,7 +509,7 @@ func TestNetnsSteerCountsNoHop(t *testing.T) {
 				}
 				l.wantOnlySYNs(t, 1)
 			})
-		}
+		})
 	}
 }
 
