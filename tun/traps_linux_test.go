@@ -10,6 +10,7 @@ import (
 	"unsafe"
 
 	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
 	"github.com/cilium/ebpf/link"
 	"github.com/google/go-cmp/cmp"
 	"github.com/vishvananda/netlink"
@@ -456,6 +457,164 @@ func TestNetnsSteerKeepsForeignBitsOfTheMark(t *testing.T) {
 		}
 	}
 	l.wantOnlySYNs(t, 2)
+}
+
+// otherProgramOfSockets attaches a program as another component of the node may have: it gives sockets of ns that connect a mark.
+func otherProgramOfSockets(t *testing.T, ns *Netns, mark int32) {
+	t.Helper()
+	fd, err := ns.Socket(unix.AF_INET, unix.SOCK_DGRAM, 0)
+	must(t, err)
+	defer unix.Close(fd)
+	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, soNetnsCookie)
+	must(t, err)
+	const activeEstablished = 4 // BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB, include/uapi/linux/bpf.h
+	prog, err := ebpf.NewProgram(&ebpf.ProgramSpec{Type: ebpf.SockOps, Instructions: asm.Instructions{
+		asm.Mov.Reg(asm.R6, asm.R1),
+		asm.LoadMem(asm.R0, asm.R6, 0, asm.Word),
+		asm.JNE.Imm(asm.R0, activeEstablished, "out"),
+		asm.Mov.Reg(asm.R1, asm.R6),
+		asm.FnGetNetnsCookie.Call(),
+		asm.LoadImm(asm.R1, int64(cookie), asm.DWord),
+		asm.JNE.Reg(asm.R0, asm.R1, "out"),
+		asm.StoreImm(asm.RFP, -4, int64(mark), asm.Word),
+		asm.Mov.Reg(asm.R1, asm.R6),
+		asm.Mov.Imm(asm.R2, unix.SOL_SOCKET),
+		asm.Mov.Imm(asm.R3, unix.SO_MARK),
+		asm.Mov.Reg(asm.R4, asm.RFP),
+		asm.Add.Imm(asm.R4, -4),
+		asm.Mov.Imm(asm.R5, 4),
+		asm.FnSetsockopt.Call(),
+		asm.Mov.Imm(asm.R0, 1).WithSymbol("out"),
+		asm.Return(),
+	}})
+	must(t, err)
+	defer prog.Close()
+	cgroup, err := openRootCgroup()
+	must(t, err)
+	defer cgroup.Close()
+	attached, err := link.AttachRawLink(link.RawLinkOptions{Target: int(cgroup.Fd()), Program: prog, Attach: ebpf.AttachCGroupSockOps})
+	must(t, err)
+	t.Cleanup(func() { _ = attached.Close() })
+}
+
+// Two programs write marks. What the first has written stays beside ztun's bits; when the other one comes last and takes these away, the flow ends,
+// and nothing of it is seen outside.
+func TestNetnsSteerBesideAnotherProgramOfSockets(t *testing.T) {
+	t.Parallel()
+	const foreign = 0x7000_0000
+	for _, last := range []bool{false, true} {
+		t.Run(fmt.Sprintf("last=%v", last), func(t *testing.T) {
+			t.Parallel()
+			l := &steeredLab{lab: newLab(t, true)}
+			if !last {
+				otherProgramOfSockets(t, l.pod, foreign)
+			}
+			cfg := testConfig(l.pod)
+			cfg.Steering = newSteering(t, SteerBySockops, nil)
+			if last {
+				otherProgramOfSockets(t, l.pod, foreign)
+			}
+			l.capture(t, cfg, byPort(map[uint16]Way{81: ToNetwork, 82: ToListener}))
+			tap := startTap(t, l.remote)
+			server := listenerOf(t, l.remote, netip.AddrPortFrom(remote4, 81), 0)
+			for port, c := range map[uint16]struct{ listener, ours int }{81: {server, testOwn}, 82: {l.accepts[unix.AF_INET], testDeliver}} {
+				d := startDial(t, l.pod, netip.AddrPort{}, netip.AddrPortFrom(remote4, port), nil)
+				if err := d.wait(t, 3000); last && errors.Is(err, unix.ECONNRESET) {
+					continue // it came at once
+				} else if err != nil {
+					t.Fatalf("connect to port %d: %v", port, err)
+				}
+				if !last {
+					other, _ := accept(t, c.listener)
+					send(t, d.fd, other, "hello")
+					if got, want := markOf(t, d.fd), foreign|c.ours; got != want {
+						t.Errorf("mark %#x, want %#x", got, want)
+					}
+					continue
+				}
+				_, _ = unix.Write(d.fd, []byte("secret")) // the reset may be faster
+				if !ready(d.fd, unix.POLLIN, 3000) {
+					t.Errorf("port %d: a flow without ztun's mark goes on", port)
+				}
+			}
+			if got := tap.has("secret"); len(got) > 0 {
+				t.Error("a flow without ztun's mark was seen outside")
+			}
+		})
+	}
+}
+
+// An application may open connections by MPTCP, or with data in the SYN: it is led on as it is.
+func TestNetnsSteerMPTCPAndFastOpen(t *testing.T) {
+	t.Parallel()
+	eachMode(t, func(t *testing.T, mode string, pod, remote netip.Addr) {
+		l := newSteeredLab(t, mode, byPort(map[uint16]Way{81: ToNetwork, 82: ToListener, 83: ToApplication, 84: ToListenerInbound}))
+		for _, ns := range []*Netns{l.pod, l.remote} {
+			must(t, ns.Do(func() error {
+				p, err := openProcfs()
+				if err != nil {
+					return err
+				}
+				defer p.close()
+				return errors.Join(p.write("net/ipv4/tcp_fastopen", "519"), // client and server, both without a cookie
+					p.write("net/mptcp/enabled", "1"))
+			}))
+		}
+		// Listeners that take both, or a way of ztun's, which takes neither.
+		listener := func(ns *Netns, at netip.AddrPort) int {
+			t.Helper()
+			fd, err := ns.Socket(familyOf(at.Addr()), unix.SOCK_STREAM|unix.SOCK_NONBLOCK, unix.IPPROTO_MPTCP)
+			must(t, err)
+			closeAtEnd(t, fd)
+			must(t, errors.Join(unix.SetsockoptInt(fd, unix.SOL_TCP, unix.TCP_FASTOPEN, 16), unix.Bind(fd, sockaddrOf(at)), unix.Listen(fd, 16)))
+			return fd
+		}
+		ours := l.accepts[familyOf(remote)]
+		flows := []struct {
+			ns       *Netns
+			to       netip.AddrPort
+			listener int
+		}{
+			{l.pod, netip.AddrPortFrom(remote, 81), listener(l.remote, netip.AddrPortFrom(remote, 81))},
+			{l.pod, netip.AddrPortFrom(remote, 82), ours},
+			{l.remote, netip.AddrPortFrom(pod, 83), listener(l.pod, netip.AddrPortFrom(pod, 83))},
+			{l.remote, netip.AddrPortFrom(pod, 84), ours},
+		}
+		for _, f := range flows {
+			fd, err := f.ns.Socket(familyOf(f.to.Addr()), unix.SOCK_STREAM|unix.SOCK_NONBLOCK, unix.IPPROTO_MPTCP)
+			must(t, err)
+			closeAtEnd(t, fd)
+			if err := unix.Connect(fd, sockaddrOf(f.to)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
+				t.Fatal(err)
+			}
+			if err := (dial{fd, f.to}).wait(t, 3000); err != nil {
+				t.Fatalf("MPTCP: connect to %s: %v", f.to, err)
+			}
+			c, _ := accept(t, f.listener)
+			send(t, fd, c, "hello")
+			send(t, c, fd, "hello you")
+		}
+		l.wantOnlySYNs(t, int64(len(flows)))
+		for _, f := range flows {
+			fd, err := f.ns.Socket(familyOf(f.to.Addr()), unix.SOCK_STREAM|unix.SOCK_NONBLOCK, 0)
+			must(t, err)
+			closeAtEnd(t, fd)
+			if err := unix.Sendto(fd, []byte("early"), unix.MSG_FASTOPEN, sockaddrOf(f.to)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
+				t.Fatalf("Fast Open: send to %s: %v", f.to, err)
+			}
+			c, _ := accept(t, f.listener)
+			if !ready(c, unix.POLLIN, 3000) {
+				t.Fatalf("Fast Open to %s: nothing arrives", f.to)
+			}
+			b := make([]byte, 16)
+			if n, err := unix.Read(c, b); err != nil || string(b[:max(n, 0)]) != "early" {
+				t.Errorf("Fast Open to %s: read %q, %v", f.to, b[:max(n, 0)], err)
+			}
+			send(t, c, fd, "hello you")
+			send(t, fd, c, "hello")
+		}
+		l.wantOnlySYNs(t, 2*int64(len(flows)))
+	})
 }
 
 // ttlOfSYN returns the hop limit of the SYN that began a connection to a listener with TCP_SAVE_SYN.
