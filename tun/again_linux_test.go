@@ -67,6 +67,20 @@ func TestNetnsSteerSocketUsedAgain(t *testing.T) {
 		fd, _ := accept(t, app)
 		again("handed back, inbound", fd)
 
+		// The socket of a connection that came by a SYN cookie has its mark from the ACK.
+		must(t, l.pod.Do(func() error {
+			p, err := openProcfs()
+			if err != nil {
+				return err
+			}
+			defer p.close()
+			return p.write("net/ipv4/tcp_syncookies", "2") // always
+		}))
+		in = startDial(t, l.remote, netip.AddrPort{}, at, nil)
+		must(t, in.wait(t, 3000))
+		fd, _ = accept(t, app)
+		again("handed back, inbound, by a SYN cookie", fd)
+
 		if pod.Is6() { // so that no program sees the SYN at first sight
 			in := startDial(t, l.remote, netip.AddrPort{}, at, nil)
 			must(t, in.wait(t, 3000))

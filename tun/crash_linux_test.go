@@ -11,6 +11,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
 )
 
@@ -251,6 +252,64 @@ func TestNetnsSteerDoesNotEnrolWhatIsBeingOpened(t *testing.T) {
 			t.Errorf("connect: %v, want ztun's refusal", err)
 		}
 	})
+}
+
+// A later start may steer in another way. New connections go that way, and an end of it leaves nothing of either.
+func TestNetnsSteerAnotherWayAfterARestart(t *testing.T) {
+	t.Parallel()
+	for _, first := range backends {
+		for _, second := range backends {
+			if first.name == second.name {
+				continue
+			}
+			t.Run(first.name+" then "+second.name, func(t *testing.T) {
+				t.Parallel()
+				l := &steeredLab{lab: newLab(t, true)}
+				before := dump(t, l.pod)
+				cfg := testConfig(l.pod)
+				cfg.StateDir = t.TempDir()
+				cfg.Steering = newSteering(t, first.name, nil)
+				l.capture(t, cfg, byPort(crashWays))
+				l.stop()
+				must(t, l.k.Close())
+				for _, fd := range l.accepts {
+					closeNow(t, fd)
+				}
+				cfg.Generation++
+				cfg.Steering = newSteering(t, second.name, nil)
+				l.capture(t, cfg, byPort(crashWays))
+				for _, a := range [][2]netip.Addr{{pod4, remote4}, {pod6, remote6}} {
+					network, app := netip.AddrPortFrom(a[1], portNetwork), netip.AddrPortFrom(a[0], portApplication)
+					for _, c := range []struct {
+						ns       *Netns
+						to       netip.AddrPort
+						listener int
+					}{
+						{l.pod, network, listenerOf(t, l.remote, network, 0)},
+						{l.pod, netip.AddrPortFrom(a[1], portListener), l.accepts[familyOf(a[1])]},
+						{l.remote, app, listenerOf(t, l.pod, app, 0)},
+					} {
+						d := startDial(t, c.ns, netip.AddrPort{}, c.to, nil)
+						if err := d.wait(t, 3000); err != nil {
+							t.Fatalf("connect to %s: %v", c.to, err)
+						}
+						fd, _ := accept(t, c.listener)
+						send(t, d.fd, fd, "hello")
+						send(t, fd, d.fd, "hello you")
+					}
+				}
+				l.wantOnlySYNs(t, 6)
+				l.stop()
+				must(t, l.k.Unenrol(t.Context()))
+				if diff := cmp.Diff(strings.Split(before, "\n"), strings.Split(dump(t, l.pod), "\n")); diff != "" {
+					t.Errorf("after Unenrol (-before +after):\n%s", diff)
+				}
+				if nft := nftTables(t, l.pod); len(nft) > 0 {
+					t.Errorf("Unenrol leaves nft tables %v", nft)
+				}
+			})
+		}
+	}
 }
 
 // Two pods may have the same addresses. They share the Steering, and nothing else.

@@ -131,19 +131,22 @@ func TestNetnsSteerSelfTest(t *testing.T) {
 	t.Parallel()
 	needPrivilege(t)
 	for name, tt := range map[string]struct {
-		hurt func(b *sockops) error
+		mode string
+		hurt func(b backend) error
 		want string
 	}{
-		"nothing":                {func(*sockops) error { return nil }, ""},
-		"program of sockets":     {func(b *sockops) error { return b.link.Close() }, "no packet with the flags 0x10 leaves"},
-		"decisions do not stand": {func(b *sockops) error { return b.maps.Flows.Freeze() }, "steer"},
+		"nothing":                {SteerBySockops, func(backend) error { return nil }, ""},
+		"program of sockets":     {SteerBySockops, func(b backend) error { return b.(*sockops).link.Close() }, "no packet with the flags 0x10 leaves"},
+		"decisions do not stand": {SteerBySockops, func(b backend) error { return b.(*sockops).maps.Flows.Freeze() }, "steer"},
+		"nothing, tc":            {SteerByTC, func(backend) error { return nil }, ""},
+		"decisions by tc":        {SteerByTC, func(b backend) error { return b.(*tcBackend).flows.Freeze() }, "steer"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			s, err := NewSteering(SteeringConfig{Mode: SteerBySockops, Marks: testConfig(nil).Marks})
+			s, err := NewSteering(SteeringConfig{Mode: tt.mode, Marks: testConfig(nil).Marks})
 			must(t, err)
 			defer s.Close()
-			must(t, tt.hurt(s.backend.(*sockops)))
+			must(t, tt.hurt(s.backend))
 			err = s.tryOut()
 			if tt.want == "" && err != nil || tt.want != "" && (err == nil || !strings.Contains(err.Error(), tt.want)) {
 				t.Errorf("self-test without %s: %v, want %q", name, err, tt.want)

@@ -16,18 +16,19 @@ import (
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
-	tcsteerMapFlows       = "flows"
-	tcsteerMapOlder       = "older"
-	tcsteerMapSteered     = "steered"
-	tcsteerProgZtunDevice = "ztun_device"
-	tcsteerProgZtunEgress = "ztun_egress"
-	tcsteerProgZtunGuard  = "ztun_guard"
-	tcsteerProgZtunOlder  = "ztun_older"
-	tcsteerVarDeliverMark = "deliver_mark"
-	tcsteerVarDevice      = "device"
-	tcsteerVarNetnsCookie = "netns_cookie"
-	tcsteerVarOwnMark     = "own_mark"
-	tcsteerVarOwnMask     = "own_mask"
+	tcsteerMapFlows        = "flows"
+	tcsteerMapOlder        = "older"
+	tcsteerMapSteered      = "steered"
+	tcsteerProgZtunDevice  = "ztun_device"
+	tcsteerProgZtunEgress  = "ztun_egress"
+	tcsteerProgZtunGuard   = "ztun_guard"
+	tcsteerProgZtunIngress = "ztun_ingress"
+	tcsteerProgZtunOlder   = "ztun_older"
+	tcsteerVarDeliverMark  = "deliver_mark"
+	tcsteerVarDevice       = "device"
+	tcsteerVarNetnsCookie  = "netns_cookie"
+	tcsteerVarOwnMark      = "own_mark"
+	tcsteerVarOwnMask      = "own_mask"
 )
 
 // loadTcsteer returns the embedded CollectionSpec for tcsteer.
@@ -72,10 +73,11 @@ type tcsteerSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type tcsteerProgramSpecs struct {
-	ZtunDevice *ebpf.ProgramSpec `ebpf:"ztun_device"`
-	ZtunEgress *ebpf.ProgramSpec `ebpf:"ztun_egress"`
-	ZtunGuard  *ebpf.ProgramSpec `ebpf:"ztun_guard"`
-	ZtunOlder  *ebpf.ProgramSpec `ebpf:"ztun_older"`
+	ZtunDevice  *ebpf.ProgramSpec `ebpf:"ztun_device"`
+	ZtunEgress  *ebpf.ProgramSpec `ebpf:"ztun_egress"`
+	ZtunGuard   *ebpf.ProgramSpec `ebpf:"ztun_guard"`
+	ZtunIngress *ebpf.ProgramSpec `ebpf:"ztun_ingress"`
+	ZtunOlder   *ebpf.ProgramSpec `ebpf:"ztun_older"`
 }
 
 // tcsteerMapSpecs contains maps before they are loaded into the kernel.
@@ -146,10 +148,11 @@ type tcsteerVariables struct {
 //
 // It can be passed to loadTcsteerObjects or ebpf.CollectionSpec.LoadAndAssign.
 type tcsteerPrograms struct {
-	ZtunDevice *ebpf.Program `ebpf:"ztun_device"`
-	ZtunEgress *ebpf.Program `ebpf:"ztun_egress"`
-	ZtunGuard  *ebpf.Program `ebpf:"ztun_guard"`
-	ZtunOlder  *ebpf.Program `ebpf:"ztun_older"`
+	ZtunDevice  *ebpf.Program `ebpf:"ztun_device"`
+	ZtunEgress  *ebpf.Program `ebpf:"ztun_egress"`
+	ZtunGuard   *ebpf.Program `ebpf:"ztun_guard"`
+	ZtunIngress *ebpf.Program `ebpf:"ztun_ingress"`
+	ZtunOlder   *ebpf.Program `ebpf:"ztun_older"`
 }
 
 func (p *tcsteerPrograms) Close() error {
@@ -157,6 +160,7 @@ func (p *tcsteerPrograms) Close() error {
 		p.ZtunDevice,
 		p.ZtunEgress,
 		p.ZtunGuard,
+		p.ZtunIngress,
 		p.ZtunOlder,
 	)
 }

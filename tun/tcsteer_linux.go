@@ -44,11 +44,15 @@ func newTCBackend(cfg *SteeringConfig) (_ backend, err error) {
 	if b.spec, err = withMarks(cfg.Marks, loadSteer); err != nil {
 		return nil, err
 	}
+	spec, err := withMarks(cfg.Marks, loadTcsteer)
+	if err != nil {
+		return nil, err
+	}
 	var loaded struct {
 		Flows   *ebpf.Map     `ebpf:"flows"`
 		Ingress *ebpf.Program `ebpf:"ztun_ingress"`
 	}
-	if err := b.spec.Copy().LoadAndAssign(&loaded, nil); err != nil {
+	if err := spec.LoadAndAssign(&loaded, nil); err != nil {
 		return nil, err
 	}
 	b.flows, b.ingress = loaded.Flows, loaded.Ingress
@@ -155,12 +159,15 @@ func (n *tcNetns) steer(src, dst netip.AddrPort, w Way, out int) error {
 	key := keyOf(n.cookie, src, dst)
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	if err := n.b.flows.Put(&key, &flowDecision{Way: uint32(w), Interface: uint32(out), At: uint64(monotonic())}); err != nil {
+		return err
+	}
 	if w == ToNetwork || w == ToApplication {
 		n.flows[key] = &handedFlow{way: w}
 	} else {
 		delete(n.flows, key)
 	}
-	return n.b.flows.Put(&key, &flowDecision{Way: uint32(w), Interface: uint32(out), At: uint64(monotonic())})
+	return nil
 }
 
 func (n *tcNetns) unsteer(src, dst netip.AddrPort) {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"unsafe"
@@ -395,6 +396,62 @@ func TestNetnsSteerLostLinks(t *testing.T) {
 			send(t, before[i+1], before[i], "here too")
 		}
 	})
+}
+
+// With tc a flow's way is in the filters: without one of them nothing finds another way out. What the pod sends on what was carried ends, and is not
+// seen outside.
+func TestNetnsSteerLostFilters(t *testing.T) {
+	t.Parallel()
+	for _, f := range []filter{egressFilter, deviceFilter} {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			eachFamily(t, func(t *testing.T, _, remote netip.Addr) {
+				l := newSteeredLab(t, SteerByTC, byPort(map[uint16]Way{81: ToNetwork, 82: ToListener}))
+				network, listener := netip.AddrPortFrom(remote, 81), netip.AddrPortFrom(remote, 82)
+				server := listenerOf(t, l.remote, network, 0)
+				listenerOf(t, l.remote, listener, 0) // would take it in clear
+				var open [2]dial
+				for i, to := range []netip.AddrPort{network, listener} {
+					open[i] = startDial(t, l.pod, netip.AddrPort{}, to, nil)
+					must(t, open[i].wait(t, 3000))
+					accept(t, []int{server, l.accepts[familyOf(remote)]}[i])
+				}
+				tap := startTap(t, l.remote)
+				must(t, l.pod.Do(func() error {
+					h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+					if err != nil {
+						return err
+					}
+					defer h.Close()
+					return (&setup{h: h}).deleteFilter(f, l.k.index)
+				}))
+				word := map[netip.AddrPort]string{network: "clear", listener: "secret"}
+				for _, d := range open {
+					_, err := unix.Write(d.fd, []byte(word[d.to]))
+					must(t, err)
+					if f == egressFilter && !ready(d.fd, unix.POLLIN, 3000) {
+						t.Errorf("connection to %s goes on without %s", d.to, f.name)
+					}
+				}
+				for _, to := range []netip.AddrPort{network, listener} {
+					d := startDial(t, l.pod, netip.AddrPort{}, to, nil)
+					if err := d.wait(t, 200); err == nil {
+						_, _ = unix.Write(d.fd, []byte(word[to]))
+						if !ready(d.fd, unix.POLLIN, 3000) {
+							t.Errorf("a new connection to %s goes on without %s", to, f.name)
+						}
+					}
+				}
+				want := []string{"clear"} // the connection that there was needs the other filter only
+				if f == egressFilter {
+					want = nil
+				}
+				if got := tap.has("clear", "secret"); !slices.Equal(got, want) {
+					t.Errorf("outside there was %q, want %q", got, want)
+				}
+			})
+		})
+	}
 }
 
 // A SYN that comes out of the device without a decision goes nowhere, whatever the rules would do with it.

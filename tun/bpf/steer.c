@@ -90,35 +90,10 @@ static __always_inline void tell(const struct end *e)
 		__sync_fetch_and_add(n, 1);
 }
 
-// ztun_ingress marks what the kernel keeps. A SYN is kept only for a listener of ztun's, whatever other socket there is: it
-// may begin another connection. All else belongs to a connection that was decided about, or to none.
 SEC("tc")
 int ztun_ingress(struct __sk_buff *skb)
 {
-	struct flow f = {};
-	struct bpf_sock *sk;
-	__u8 flags = 0;
-
-	switch (parse(skb, &f, &flags)) {
-	case OTHER:
-		return TC_ACT_UNSPEC;
-	case FRAGMENT: // is nothing without the first, which has the header
-		skb->mark = own_mark;
-		return TC_ACT_UNSPEC;
-	case SEGMENT:
-		break;
-	}
-	if (!is_syn(flags)) {
-		skb->mark = own_mark;
-		return TC_ACT_UNSPEC;
-	}
-	sk = listener(skb, &f);
-	if (!sk)
-		return TC_ACT_UNSPEC;
-	if (sk->state == BPF_TCP_LISTEN && (sk->mark & (own_mask | APPLICATION)) == own_mark)
-		skb->mark = own_mark;
-	bpf_sk_release(sk);
-	return TC_ACT_UNSPEC;
+	return ingress(skb, own_mark);
 }
 
 SEC("tc")

@@ -136,6 +136,36 @@ static __always_inline struct bpf_sock *listener(struct __sk_buff *skb, const st
 	return bpf_sk_lookup_tcp(skb, &tuple, sizeof(tuple.ipv6), BPF_F_CURRENT_NETNS, 0);
 }
 
+// ingress marks what the kernel keeps: segments with mark. A SYN is kept only for a listener of ztun's, whatever other socket there is: it
+// may begin another connection. All else belongs to a connection that was decided about, or to none.
+static __always_inline int ingress(struct __sk_buff *skb, __u32 mark)
+{
+	struct flow f = {};
+	struct bpf_sock *sk;
+	__u8 flags = 0;
+
+	switch (parse(skb, &f, &flags)) {
+	case OTHER:
+		return TC_ACT_UNSPEC;
+	case FRAGMENT: // is nothing without the first, which has the header
+		skb->mark = mark;
+		return TC_ACT_UNSPEC;
+	case SEGMENT:
+		break;
+	}
+	if (!is_syn(flags)) {
+		skb->mark = mark;
+		return TC_ACT_UNSPEC;
+	}
+	sk = listener(skb, &f);
+	if (!sk)
+		return TC_ACT_UNSPEC;
+	if (sk->state == BPF_TCP_LISTEN && (sk->mark & (own_mask | APPLICATION)) == own_mark)
+		skb->mark = own_mark;
+	bpf_sk_release(sk);
+	return TC_ACT_UNSPEC;
+}
+
 // The address of kubelet's probes, 169.254.7.127 and fd16:9254:7127:1337:ffff:ffff:ffff:ffff.
 #define PROBE4 bpf_htonl(0xa9fe077f)
 

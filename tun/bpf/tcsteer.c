@@ -4,12 +4,13 @@
 // application's socket. The socket has no mark: all that it sends comes to the device, and is led on before it would be in user
 // space. The socket of an inbound connection has the mark of its SYN, which is that of applications.
 //
-//	ztun_device  device, in: the SYN that was written back takes the way that was decided
-//	ztun_egress  device, out: segments of steered flows take their way, the rest goes to user space
-//	ztun_guard   interface, out: TCP without ztun's own mark goes nowhere; what is of an application's socket is looked at again
-//	ztun_older   device, out, beside steer.c where sockets cannot be iterated over: the connections that are older than the capture
+//	ztun_ingress  interface, in: all TCP but SYNs stays in the kernel, and so do SYNs to ztun's own listeners
+//	ztun_device   device, in: the SYN that was written back takes the way that was decided
+//	ztun_egress   device, out: segments of steered flows take their way, the rest goes to user space
+//	ztun_guard    interface, out: TCP without ztun's own mark goes nowhere; what is of an application's socket is looked at again
+//	ztun_older    device, out, beside steer.c where sockets cannot be iterated over: the connections that are older than the capture
 //
-// ztun_ingress, ztun_lookup and ztun_enrol are those of steer.c.
+// ztun_lookup and ztun_enrol are those of steer.c.
 
 #include "steer.h"
 
@@ -123,6 +124,14 @@ static __always_inline int egress(struct __sk_buff *skb, bool decisions)
 	if (!s)
 		return TC_ACT_UNSPEC; // user space refuses it
 	return lead(skb, s->way, s->interface);
+}
+
+// ztun_ingress gives segments the mark of applications. By it goes the socket of a connection that came by a SYN cookie; it does not count
+// for one that has its mark already.
+SEC("tc")
+int ztun_ingress(struct __sk_buff *skb)
+{
+	return ingress(skb, own_mark | APPLICATION);
 }
 
 SEC("tc")
