@@ -249,6 +249,9 @@ func TestNetnsSteerToListener(t *testing.T) {
 		if peer != localOf(t, d.fd) || localOf(t, c) != to {
 			t.Errorf("accepted %s from %s, want %s from %s", localOf(t, c), peer, to, localOf(t, d.fd))
 		}
+		if m := markOf(t, c); m != testDeliver { // of the SYN
+			t.Errorf("mark of ztun's socket %#x, want %#x", m, testDeliver)
+		}
 		send(t, d.fd, c, "hello")
 		send(t, c, d.fd, "hello you")
 		if m := markOf(t, d.fd); m != testDeliver && mode == SteerBySockops {
@@ -304,6 +307,9 @@ func TestNetnsSteerToListenerInbound(t *testing.T) {
 		}
 		if peer != localOf(t, d.fd) || localOf(t, c) != to {
 			t.Errorf("accepted %s from %s, want %s from %s", localOf(t, c), peer, to, localOf(t, d.fd))
+		}
+		if m := markOf(t, c); m != testOwn { // of the SYN
+			t.Errorf("mark of ztun's socket %#x, want %#x", m, testOwn)
 		}
 		send(t, d.fd, c, "hello")
 		send(t, c, d.fd, "hello you")
