@@ -7,6 +7,7 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"unsafe"
 
@@ -295,7 +296,11 @@ func steerBurst(t *testing.T, mode string) {
 		must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &limit))
 		t.Cleanup(func() { must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &old)) })
 	}
-	l := newSteeredLab(t, mode, byPort(map[uint16]Way{81: ToNetwork, 82: ToListener}))
+	var held atomic.Pointer[chan struct{}] // the agent waits for it: the device's queue has to take the whole burst
+	l := newSteeredLab(t, mode, func(_, dst netip.AddrPort) Way {
+		<-*held.Load()
+		return map[uint16]Way{81: ToNetwork, 82: ToListener}[dst.Port()]
+	})
 	server := listenerOf(t, l.remote, netip.AddrPortFrom(remote4, 81), 0)
 	for port, listener := range map[uint16]int{81: server, 82: l.accepts[unix.AF_INET]} {
 		to := netip.AddrPortFrom(remote4, port)
@@ -315,12 +320,14 @@ func steerBurst(t *testing.T, mode string) {
 			must(t, err)
 			dials[i] = fd
 		}
-		must(t, l.pod.Do(func() error { return nil }))
+		connected := make(chan struct{})
+		held.Store(&connected)
 		for _, fd := range dials {
 			if err := unix.Connect(fd, sockaddrOf(to)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
 				t.Errorf("connect to %s: %v", to, err)
 			}
 		}
+		close(connected)
 		failed := 0
 		for _, fd := range dials {
 			if err := (dial{fd, to}).wait(t, 20_000); err != nil {
@@ -335,6 +342,13 @@ func steerBurst(t *testing.T, mode string) {
 			_ = unix.Close(fd)
 		}
 	}
+	must(t, l.pod.Do(func() error {
+		link, err := netlink.LinkByName(DefaultName)
+		if err == nil && link.Attrs().Statistics.TxDropped > 0 {
+			t.Errorf("the device has lost %d packets", link.Attrs().Statistics.TxDropped)
+		}
+		return err
+	}))
 	if other := l.agent.other.Load(); other != 0 {
 		t.Errorf("%d TCP packets other than SYNs on the device, want none", other)
 	}
