@@ -23,64 +23,117 @@ func dissolve(t *testing.T, fd int) {
 // a listener that is made of it takes nothing past the device.
 func TestNetnsSteerSocketUsedAgain(t *testing.T) {
 	t.Parallel()
-	for _, family := range []struct {
-		name        string
-		pod, remote netip.Addr
-	}{{"IPv4", pod4, remote4}, {"IPv6", pod6, remote6}} {
-		t.Run(family.name, func(t *testing.T) {
-			l := newSteeredLab(t, SteerBySockops, func(_, dst netip.AddrPort) Way {
-				switch dst.Port() {
-				case 8080:
-					return ToNetwork
-				case 83:
-					return ToApplication
-				}
-				return refuse
-			})
-			allowed, refused := netip.AddrPortFrom(family.remote, 8080), netip.AddrPortFrom(family.remote, 9090)
-			server, other := listenerOf(t, l.remote, allowed, 0), listenerOf(t, l.remote, refused, 0)
-			again := func(what string, fd int) {
-				t.Helper()
-				before := l.agent.syns.Load()
-				dissolve(t, fd)
-				if err := unix.Connect(fd, sockaddrOf(refused)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
-					t.Fatalf("%s: connect: %v", what, err)
-				}
-				d := dial{fd, refused}
-				if err := d.wait(t, 2000); !errors.Is(err, unix.ECONNREFUSED) {
-					t.Errorf("%s: connect again: %v, want it refused", what, err)
-				}
-				if ready(other, unix.POLLIN, 100) {
-					t.Errorf("%s: the server outside has a connection that was refused", what)
-				}
-				if l.agent.syns.Load() == before {
-					t.Errorf("%s: nobody was asked", what)
-				}
+	eachBPFMode(t, func(t *testing.T, mode string, pod, remote netip.Addr) {
+		l := newSteeredLab(t, mode, func(_, dst netip.AddrPort) Way {
+			switch dst.Port() {
+			case 8080:
+				return ToNetwork
+			case 82:
+				return ToListener
+			case 83:
+				return ToApplication
 			}
-			out := startDial(t, l.pod, netip.AddrPort{}, allowed, nil)
-			must(t, out.wait(t, 3000))
-			accept(t, server)
-			again("handed back, outbound", out.fd)
+			return refuse
+		})
+		allowed, refused := netip.AddrPortFrom(remote, 8080), netip.AddrPortFrom(remote, 9090)
+		server, other := listenerOf(t, l.remote, allowed, 0), listenerOf(t, l.remote, refused, 0)
+		again := func(what string, fd int) {
+			t.Helper()
+			before := l.agent.syns.Load()
+			dissolve(t, fd)
+			if err := unix.Connect(fd, sockaddrOf(refused)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
+				t.Fatalf("%s: connect: %v", what, err)
+			}
+			d := dial{fd, refused}
+			if err := d.wait(t, 2000); !errors.Is(err, unix.ECONNREFUSED) {
+				t.Errorf("%s: connect again: %v, want it refused", what, err)
+			}
+			if ready(other, unix.POLLIN, 100) {
+				t.Errorf("%s: the server outside has a connection that was refused", what)
+			}
+			if l.agent.syns.Load() == before {
+				t.Errorf("%s: nobody was asked", what)
+			}
+		}
+		out := startDial(t, l.pod, netip.AddrPort{}, allowed, nil)
+		must(t, out.wait(t, 3000))
+		accept(t, server)
+		again("handed back, outbound", out.fd)
 
-			at := netip.AddrPortFrom(family.pod, 83)
-			app := listenerOf(t, l.pod, at, 0)
+		at := netip.AddrPortFrom(pod, 83)
+		app := listenerOf(t, l.pod, at, 0)
+		in := startDial(t, l.remote, netip.AddrPort{}, at, nil)
+		must(t, in.wait(t, 3000))
+		fd, _ := accept(t, app)
+		again("handed back, inbound", fd)
+
+		// The socket of a connection that came by a SYN cookie has its mark from the ACK.
+		must(t, l.pod.Do(func() error {
+			p, err := openProcfs()
+			if err != nil {
+				return err
+			}
+			defer p.close()
+			return p.write("net/ipv4/tcp_syncookies", "2") // always
+		}))
+		in = startDial(t, l.remote, netip.AddrPort{}, at, nil)
+		must(t, in.wait(t, 3000))
+		fd, _ = accept(t, app)
+		again("handed back, inbound, by a SYN cookie", fd)
+
+		if pod.Is6() { // so that no program sees the SYN at first sight
 			in := startDial(t, l.remote, netip.AddrPort{}, at, nil)
 			must(t, in.wait(t, 3000))
 			fd, _ := accept(t, app)
-			again("handed back, inbound", fd)
-
-			listening := startDial(t, l.pod, netip.AddrPort{}, allowed, nil)
-			must(t, listening.wait(t, 3000))
-			accept(t, server)
-			dissolve(t, listening.fd)
-			must(t, unix.Listen(listening.fd, 1))
-			before := l.agent.syns.Load()
-			d := startDial(t, l.remote, netip.AddrPort{}, netip.AddrPortFrom(family.pod, localOf(t, listening.fd).Port()), nil)
-			if err := d.wait(t, 2000); !errors.Is(err, unix.ECONNREFUSED) || l.agent.syns.Load() == before {
-				t.Errorf("to a listener made of a socket that was handed back: %v with %d SYNs asked about, want it refused", err, l.agent.syns.Load()-before)
+			dissolve(t, fd)
+			must(t, withDestinationOptions(fd))
+			if err := unix.Connect(fd, sockaddrOf(refused)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
+				t.Fatal(err)
 			}
-		})
-	}
+			if ready(other, unix.POLLIN, 100) {
+				t.Error("behind an extension header: the server outside has a connection that was refused")
+			}
+		}
+
+		// What was decided about the next one counts, whatever became of the first.
+		tap := startTap(t, l.remote)
+		for _, to := range []netip.AddrPort{allowed, netip.AddrPortFrom(remote, 82)} {
+			in, out := startDial(t, l.remote, netip.AddrPort{}, at, nil), startDial(t, l.pod, netip.AddrPort{}, allowed, nil)
+			must(t, errors.Join(in.wait(t, 3000), out.wait(t, 3000)))
+			accepted, _ := accept(t, app)
+			accept(t, server)
+			for what, fd := range map[string]int{"inbound": accepted, "outbound": out.fd} {
+				dissolve(t, fd)
+				if err := unix.Connect(fd, sockaddrOf(to)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
+					t.Fatal(err)
+				}
+				if err := (dial{fd, to}).wait(t, 3000); err != nil {
+					t.Fatalf("an %s socket connects to %s: %v", what, to, err)
+				}
+				listener, word := l.accepts[familyOf(remote)], "secret"
+				if to == allowed {
+					listener, word = server, "in clear"
+				}
+				c, _ := accept(t, listener)
+				send(t, fd, c, word)
+				send(t, c, fd, "and back")
+			}
+		}
+		if got := tap.has("in clear", "secret"); len(got) != 1 || got[0] != "in clear" {
+			t.Errorf("outside there was %q, want what may be in clear", got)
+		}
+
+		listening := startDial(t, l.pod, netip.AddrPort{}, allowed, nil)
+		must(t, listening.wait(t, 3000))
+		accept(t, server)
+		dissolve(t, listening.fd)
+		must(t, unix.Listen(listening.fd, 1))
+		before := l.agent.syns.Load()
+		d := startDial(t, l.remote, netip.AddrPort{}, netip.AddrPortFrom(pod, localOf(t, listening.fd).Port()), nil)
+		if err := d.wait(t, 2000); !errors.Is(err, unix.ECONNREFUSED) || l.agent.syns.Load() == before {
+			t.Errorf("to a listener made of a socket that was handed back: %v with %d SYNs asked about, want it refused", err, l.agent.syns.Load()-before)
+		}
+	})
 }
 
 // Of the connections that are older than the capture those of the pod with itself are nobody's business, and who opened the others is told by

@@ -36,10 +36,12 @@ func openRootCgroup() (*os.File, error) {
 	}
 	if !isRootCgroup(fd) {
 		_ = unix.Close(fd)
-		return nil, errors.New("cgroup v2: only a part of it is to be seen here, others' sockets are not in it; use the host's cgroup namespace")
+		return nil, errNoRootCgroup
 	}
 	return os.NewFile(uintptr(fd), "cgroup2"), nil
 }
+
+var errNoRootCgroup = errors.New("cgroup v2: only a part of it is to be seen here, others' sockets are not in it; use the host's cgroup namespace")
 
 func isRootCgroup(fd int) bool {
 	var stat unix.Stat_t

@@ -11,6 +11,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
 )
 
@@ -114,10 +115,11 @@ func TestNetnsSteerKilled(t *testing.T) {
 		must(t, err)
 		alive := func(when string) {
 			t.Helper()
-			if mode == SteerByNFT && (when == "killed" || when == "closed") {
-				return // its flows stand still until the next start: their first route is that of the device
+			pairs := [][2]int{{in, inPeer}, {inPeer, in}, {out, outPeer}, {outPeer, out}}
+			if mode != SteerBySockops && (when == "killed" || when == "closed") {
+				pairs = pairs[:2] // the others stand still until the next start: their first route is that of the device
 			}
-			for _, pair := range [][2]int{{out, outPeer}, {outPeer, out}, {in, inPeer}, {inPeer, in}} {
+			for _, pair := range pairs {
 				send(t, pair[0], pair[1], "clear "+when)
 			}
 		}
@@ -157,8 +159,11 @@ func TestNetnsSteerKilled(t *testing.T) {
 		l.capture(t, cfg, byPort(crashWays))
 		alive("restarted")
 		_, _ = unix.Write(mesh, []byte("secret 3"))
-		if mode == SteerBySockops { // nothing says who opened it: both ways
-			const carried = uint64(len("clear before" + "clear killed" + "clear closed" + "clear restarted"))
+		if mode != SteerByNFT { // nothing says who opened it: both ways
+			carried := uint64(len("clear before" + "clear restarted"))
+			if mode == SteerBySockops {
+				carried += uint64(len("clear killed" + "clear closed"))
+			}
 			src, dst := localOf(t, out), network
 			closeNow(t, out)
 			closeNow(t, outPeer)
@@ -179,10 +184,7 @@ func TestNetnsSteerKilled(t *testing.T) {
 		if other := l.agent.other.Load(); other != 0 {
 			t.Errorf("%d TCP packets other than SYNs on the device after the restart, want none", other)
 		}
-		want := []string{"clear before", "clear restarted", "clear again"} // the positive control
-		if mode != SteerByNFT {
-			want = append(want, "clear killed", "clear closed")
-		}
+		want := []string{"clear before", "clear restarted", "clear again", "clear killed", "clear closed"} // the positive control
 		if got := tap.has(append(want, "secret")...); !slices.Equal(slices.Sorted(slices.Values(got)), slices.Sorted(slices.Values(want))) {
 			t.Errorf("outside there was %q, want %q", got, want)
 		}
@@ -220,7 +222,7 @@ func TestNetnsSteerEnrolsRunningConnections(t *testing.T) {
 			send(t, pair[0], pair[1], "still here")
 		}
 		for _, fd := range []int{out.fd, inPeer, half.fd} {
-			if m := markOf(t, fd); m != testOwn && mode == SteerBySockops {
+			if m := markOf(t, fd); m != testOwn && mode != SteerByNFT {
 				t.Errorf("mark of an older connection %#x, want %#x", m, testOwn)
 			}
 		}
@@ -252,12 +254,79 @@ func TestNetnsSteerDoesNotEnrolWhatIsBeingOpened(t *testing.T) {
 	})
 }
 
+// A later start may steer in another way. New connections go that way, and an end of it leaves nothing of either.
+func TestNetnsSteerAnotherWayAfterARestart(t *testing.T) {
+	t.Parallel()
+	for _, first := range backends {
+		for _, second := range backends {
+			if first.name == second.name {
+				continue
+			}
+			t.Run(first.name+" then "+second.name, func(t *testing.T) {
+				t.Parallel()
+				l := &steeredLab{lab: newLab(t, true)}
+				before := dump(t, l.pod)
+				cfg := testConfig(l.pod)
+				cfg.StateDir = t.TempDir()
+				cfg.Steering = newSteering(t, first.name, nil)
+				l.capture(t, cfg, byPort(crashWays))
+				l.stop()
+				must(t, l.k.Close())
+				for _, fd := range l.accepts {
+					closeNow(t, fd)
+				}
+				cfg.Generation++
+				cfg.Steering = newSteering(t, second.name, nil)
+				l.capture(t, cfg, byPort(crashWays))
+				for _, a := range [][2]netip.Addr{{pod4, remote4}, {pod6, remote6}} {
+					network, app := netip.AddrPortFrom(a[1], portNetwork), netip.AddrPortFrom(a[0], portApplication)
+					for _, c := range []struct {
+						ns       *Netns
+						to       netip.AddrPort
+						listener int
+					}{
+						{l.pod, network, listenerOf(t, l.remote, network, 0)},
+						{l.pod, netip.AddrPortFrom(a[1], portListener), l.accepts[familyOf(a[1])]},
+						{l.remote, app, listenerOf(t, l.pod, app, 0)},
+					} {
+						d := startDial(t, c.ns, netip.AddrPort{}, c.to, nil)
+						if err := d.wait(t, 3000); err != nil {
+							t.Fatalf("connect to %s: %v", c.to, err)
+						}
+						fd, _ := accept(t, c.listener)
+						send(t, d.fd, fd, "hello")
+						send(t, fd, d.fd, "hello you")
+					}
+				}
+				l.wantOnlySYNs(t, 6)
+				l.stop()
+				must(t, l.k.Unenrol(t.Context()))
+				if diff := cmp.Diff(strings.Split(before, "\n"), strings.Split(dump(t, l.pod), "\n")); diff != "" {
+					t.Errorf("after Unenrol (-before +after):\n%s", diff)
+				}
+				if nft := nftTables(t, l.pod); len(nft) > 0 {
+					t.Errorf("Unenrol leaves nft tables %v", nft)
+				}
+			})
+		}
+	}
+}
+
 // Two pods may have the same addresses. They share the Steering, and nothing else.
 func TestNetnsSteerTwoPodsOfTheSameAddress(t *testing.T) {
 	t.Parallel()
+	for _, mode := range bpfModes {
+		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
+			steerTwoPodsOfTheSameAddress(t, mode)
+		})
+	}
+}
+
+func steerTwoPodsOfTheSameAddress(t *testing.T, mode string) {
 	var mu sync.Mutex
 	ends := map[uint64][]EndedFlow{}
-	s := newSteering(t, SteerBySockops, func(e EndedFlow) {
+	s := newSteering(t, mode, func(e EndedFlow) {
 		mu.Lock()
 		defer mu.Unlock()
 		ends[e.Netns] = append(ends[e.Netns], e)
@@ -287,7 +356,7 @@ func TestNetnsSteerTwoPodsOfTheSameAddress(t *testing.T) {
 		}
 		for i := range labs {
 			send(t, fds[i][0], fds[i][1], fmt.Sprintf("pod %d", i))
-			if m, want := markOf(t, fds[i][0]), []int{testOwn, testDeliver}[i]; m != want {
+			if m, want := markOf(t, fds[i][0]), []int{testOwn, testDeliver}[i]; m != want && mode == SteerBySockops {
 				t.Errorf("pod %d: mark %#x, want %#x", i, m, want)
 			}
 		}
@@ -322,7 +391,7 @@ func TestNetnsSteerMarksHaveToAgree(t *testing.T) {
 	if _, err := Open(t.Context(), cfg); err == nil {
 		t.Error("Open with other marks than its Steering: no error")
 	}
-	for mode, want := range map[string]string{"magic": `mode "magic" is not known`, SteerByTC: "not built", "": `mode "" is not known`} {
+	for mode, want := range map[string]string{"magic": `mode "magic" is not known`, "": `mode "" is not known`} {
 		if _, err := NewSteering(SteeringConfig{Mode: mode, Marks: cfg.Marks}); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("NewSteering of mode %q: %v, want %q", mode, err, want)
 		}

@@ -21,8 +21,9 @@ var (
 	ingressFilter = filter{"ztun_mark", netlink.HANDLE_MIN_INGRESS}   // of a captured interface
 	guardFilter   = filter{"ztun_guard", netlink.HANDLE_MIN_EGRESS}   // of a captured interface
 	deviceFilter  = filter{"ztun_device", netlink.HANDLE_MIN_INGRESS} // of the device
+	egressFilter  = filter{"ztun_egress", netlink.HANDLE_MIN_EGRESS}  // of the device
 
-	filters = []filter{guardFilter, deviceFilter, ingressFilter} // in the order in which they are removed
+	filters = []filter{guardFilter, deviceFilter, egressFilter, ingressFilter} // in the order in which they are removed
 )
 
 // attachFilter adds a filter to one interface, in front of those of others, or replaces the one of an earlier start.

@@ -16,7 +16,7 @@ type HandedBack struct {
 	SocketInfo
 }
 
-// HandedBack lists the connections of the netns whose sockets have ztun's own mark: an earlier process has handed them back, or left them
+// HandedBack lists the connections of the netns whose sockets have ztun's own mark, or are known otherwise: an earlier process has handed them back, or left them
 // to the kernel when it captured the netns. It is to be called before this process has connections in the netns, which have the mark, too.
 func (k *Kernel) HandedBack() (list []HandedBack, err error) {
 	m := k.cfg.Marks
@@ -25,17 +25,21 @@ func (k *Kernel) HandedBack() (list []HandedBack, err error) {
 		if err != nil {
 			return err
 		}
+		carried, err := k.stored().carriedByKernel(m)
+		if err != nil {
+			return err
+		}
 		first, last := ephemeralPorts()
 		return eachSocket(func(d *diagSocket) {
-			if d.remote.Addr().IsLoopback() || d.remote.Addr() == d.local.Addr() {
-				return // the pod's with itself
+			if !carried(d) {
+				return
 			}
 			// Nothing says who opened a connection. The SYN of who did counts as an acknowledged byte, until its FIN may count as one, too. Else the port that the pod listens on
 			// was connected to, and so was one that the kernel does not choose, should its listener be gone: it is the direction that
 			// policy has a say in.
 			port := d.local.Port()
 			mark, inbound := listeners[port]
-			if d.info.Mark&m.OwnMask != m.Own || d.info.State == unix.BPF_TCP_TIME_WAIT || inbound && mark&m.OwnMask == m.Own {
+			if inbound && mark&m.OwnMask == m.Own {
 				return // that listener is ztun's own
 			}
 			opened := (d.info.State == unix.BPF_TCP_ESTABLISHED || d.info.State == unix.BPF_TCP_CLOSE_WAIT) && d.info.BytesAcked > d.sent
@@ -51,6 +55,14 @@ func (k *Kernel) HandedBack() (list []HandedBack, err error) {
 		return nil, fmt.Errorf("tun: netns %s: connections that were handed back: %w", k.cfg.Netns, err)
 	}
 	return list, nil
+}
+
+// stored returns an empty storage where there is none.
+func (k *Kernel) stored() *storage {
+	if k.steerer == nil {
+		return new(storage)
+	}
+	return k.steerer.stored()
 }
 
 // ephemeralPorts are those that the kernel chooses for connections from the netns of this thread; its default where it does not say.

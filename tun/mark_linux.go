@@ -25,7 +25,7 @@ func (s *setup) setMark() error {
 		return s.cfg.Steering.backend.mark(s)
 	}
 	// Of an earlier start that steered: the netstack's segments have no mark.
-	if err := s.removeFilters(guardFilter, deviceFilter); err != nil {
+	if err := s.removeFilters(guardFilter, deviceFilter, egressFilter); err != nil {
 		return err
 	}
 	refused := s.setBPFMark()

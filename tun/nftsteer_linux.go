@@ -7,12 +7,10 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
-	"sync"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/binaryutil"
 	"github.com/google/nftables/expr"
-	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 )
 
@@ -40,59 +38,42 @@ import (
 //
 // A SYN to the network is forwarded by the kernel, which counts a hop.
 type nftBackend struct {
-	cfg  *SteeringConfig
-	wake int // eventfd: the list of netns has changed
-
-	mu    sync.Mutex // guards below
-	netns map[*nftNetns]bool
-	gone  uint64
+	cfg   *SteeringConfig
+	watch *endWatch
 }
 
 func newNFTBackend(cfg *SteeringConfig) (backend, error) {
-	wake, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	watch, err := newEndWatch(cfg.Log)
 	if err != nil {
-		return nil, fmt.Errorf("eventfd: %w", err)
+		return nil, err
 	}
-	return &nftBackend{cfg: cfg, wake: wake, netns: make(map[*nftNetns]bool)}, nil
+	return &nftBackend{cfg: cfg, watch: watch}, nil
 }
 
 func (b *nftBackend) name() string { return SteerByNFT }
 
-func (b *nftBackend) close() error { return unix.Close(b.wake) }
+func (b *nftBackend) close() error { return b.watch.close() }
 
-func (b *nftBackend) lost() uint64 {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.gone
+func (b *nftBackend) run(ctx context.Context, _, ended func(EndedFlow)) error {
+	return b.watch.run(ctx, ended)
 }
 
-// notify has run look at the list anew.
-func (b *nftBackend) notify() { _, _ = unix.Write(b.wake, []byte{1, 0, 0, 0, 0, 0, 0, 0}) }
-
-// A nftFlow is what user space knows of an element.
-type nftFlow struct {
-	way   Way
-	old   bool // it was there at the sweep before
-	ended bool // and told of
-}
+func (b *nftBackend) lost() uint64 { return b.watch.missed.Load() }
 
 // nftNetns is nftBackend in one netns.
 type nftNetns struct {
-	b       *nftBackend
-	cookie  uint64
-	device  string
-	ifaces  []Interface
-	marks   Marks
-	netns   *Netns
-	destroy int // socket of the ends of sockets
+	*handedFlows // all that are in the sets; its lock guards what is below conn, too
 
-	mu    sync.Mutex // guards below
+	b      *nftBackend
+	device string
+	ifaces []Interface
+	marks  Marks
+
 	conn  *nftables.Conn
 	table *nftables.Table
 	sets  map[Way][2]*nftables.Set // IPv4, IPv6
 	at    [2]netip.AddrPort        // the listeners
 	guard bool
-	flows map[flowKey]*nftFlow
 }
 
 // nftSets are the names of the sets, without the 4 or 6 behind.
@@ -105,28 +86,19 @@ func (b *nftBackend) mark(s *setup) error {
 }
 
 func (b *nftBackend) attach(s *setup) (_ netnsSteerer, err error) {
-	n := &nftNetns{
-		b: b, cookie: s.cookie, device: s.cfg.Name, ifaces: s.ifaces, marks: s.cfg.Marks, destroy: -1,
-		flows: make(map[flowKey]*nftFlow), sets: make(map[Way][2]*nftables.Set),
-	}
-	if n.netns, err = s.cfg.Netns.dup(); err != nil {
+	n := &nftNetns{b: b, device: s.cfg.Name, ifaces: s.ifaces, marks: s.cfg.Marks, sets: make(map[Way][2]*nftables.Set)}
+	if n.handedFlows, err = watchHanded(b.watch, s, n.remove); err != nil {
 		return nil, err
 	}
 	s.nft = n
 	if err := n.open(s); err != nil {
 		return nil, errors.Join(err, n.close())
 	}
-	b.mu.Lock()
-	b.netns[n] = true
-	b.mu.Unlock()
-	b.notify()
+	b.watch.add(n)
 	return n, nil
 }
 
 func (n *nftNetns) open(s *setup) (err error) {
-	if n.destroy, err = destroyedSockets(); err != nil {
-		return err
-	}
 	if n.conn, err = nftables.New(nftables.AsLasting()); err != nil { // in the netns of this thread
 		return fmt.Errorf("nftables: %w", err)
 	}
@@ -175,7 +147,7 @@ func (n *nftNetns) adopt() error {
 				if !ok {
 					return fmt.Errorf("set %s: element of %d bytes", set.Name, len(e.Key))
 				}
-				n.flows[key] = &nftFlow{way: w}
+				n.flows[key] = &handedFlow{way: w}
 			}
 		}
 	}
@@ -353,6 +325,8 @@ func (b *nftBackend) enrolRunning(s *setup) error {
 
 func (n *nftNetns) watchOlder(*setup) error { return nil } // see adopt
 
+func (n *nftNetns) stored() *storage { return new(storage) }
+
 func (n *nftNetns) listeners(v4, v6 int) error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -389,7 +363,7 @@ func (n *nftNetns) steer(src, dst netip.AddrPort, w Way, _ int) error {
 func (n *nftNetns) put(key *flowKey, w Way) error {
 	if f := n.flows[*key]; f != nil {
 		if f.way == w {
-			*f = nftFlow{way: w}
+			*f = handedFlow{way: w}
 			return nil
 		}
 		if err := n.remove(*key); err != nil {
@@ -403,7 +377,7 @@ func (n *nftNetns) put(key *flowKey, w Way) error {
 	if err := n.conn.Flush(); err != nil {
 		return err
 	}
-	n.flows[*key] = &nftFlow{way: w}
+	n.flows[*key] = &handedFlow{way: w}
 	return nil
 }
 
@@ -447,197 +421,15 @@ func (n *nftNetns) unsteer(src, dst netip.AddrPort) {
 }
 
 func (n *nftNetns) close() error {
-	n.b.mu.Lock()
-	delete(n.b.netns, n)
-	n.b.mu.Unlock()
-	n.b.notify()
+	n.b.watch.remove(n)
 	n.mu.Lock() // run has let go of it
 	defer n.mu.Unlock()
-	errs := []error{n.netns.Close()}
+	err := n.handedFlows.close()
 	if n.conn != nil {
-		errs = append(errs, n.conn.CloseLasting())
+		err = errors.Join(err, n.conn.CloseLasting())
 		n.conn = nil
 	}
-	if n.destroy >= 0 {
-		errs = append(errs, unix.Close(n.destroy))
-		n.destroy = -1
-	}
-	return errors.Join(errs...)
-}
-
-// run tells of flows by the sockets that the kernel destroys, and looks every few seconds which elements have no socket any
-// more.
-func (b *nftBackend) run(ctx context.Context, _, ended func(EndedFlow)) error {
-	stop := context.AfterFunc(ctx, b.notify)
-	defer stop()
-	buf := make([]byte, 64<<10)
-	next := monotonic() + nftSweepEvery
-	for ctx.Err() == nil {
-		b.mu.Lock()
-		var list []*nftNetns
-		for n := range b.netns {
-			list = append(list, n)
-		}
-		b.mu.Unlock()
-		fds := []unix.PollFd{{Fd: int32(b.wake), Events: unix.POLLIN}}
-		for _, n := range list {
-			n.mu.Lock()
-			fds = append(fds, unix.PollFd{Fd: int32(n.destroy), Events: unix.POLLIN}) // -1 is passed over
-			n.mu.Unlock()
-		}
-		_, err := unix.Poll(fds, int(nftSweepEvery.Milliseconds()))
-		if err != nil && !errors.Is(err, unix.EINTR) {
-			return fmt.Errorf("ends of sockets: poll: %w", err)
-		}
-		if fds[0].Revents != 0 {
-			_, _ = unix.Read(b.wake, buf[:8])
-		}
-		due := monotonic() >= next // whatever else happens
-		if due {
-			next = monotonic() + nftSweepEvery
-		}
-		for i, n := range list {
-			if fds[i+1].Revents != 0 {
-				n.readEnds(buf, ended)
-			}
-			if due {
-				n.sweep(ended)
-			}
-		}
-	}
-	return nil
-}
-
-// readEnds takes what the kernel has said of sockets that are no more.
-func (n *nftNetns) readEnds(buf []byte, ended func(EndedFlow)) {
-	var list []EndedFlow
-	n.mu.Lock()
-	for n.destroy >= 0 {
-		size, err := unix.Read(n.destroy, buf)
-		if errors.Is(err, unix.ENOBUFS) { // some are missing: the sweep finds them
-			n.b.mu.Lock()
-			n.b.gone++
-			n.b.mu.Unlock()
-			continue
-		}
-		if err != nil {
-			break
-		}
-		for d := range destroyed(buf[:size]) {
-			if e, ok := n.end(&d); ok {
-				list = append(list, e)
-			}
-		}
-	}
-	n.mu.Unlock()
-	for _, e := range list {
-		ended(e)
-	}
-}
-
-// end returns the end of the flow that had this socket in the pod.
-func (n *nftNetns) end(d *diagSocket) (e EndedFlow, ok bool) {
-	e = EndedFlow{Netns: n.cookie, Src: d.local, Dst: d.remote}
-	f := n.flows[keyOf(n.cookie, d.local, d.remote)]
-	if f == nil || f.way != ToNetwork {
-		e.Src, e.Dst = d.remote, d.local
-		if f = n.flows[keyOf(n.cookie, d.remote, d.local)]; f == nil || f.way != ToApplication {
-			return e, false
-		}
-	}
-	if f.ended {
-		return e, false
-	}
-	f.ended = true
-	acked, received := d.applicationBytes()
-	if f.way == ToNetwork {
-		e.Established = d.info.BytesAcked > 0 // its SYN
-		e.Received, e.Sent = acked, received
-		if !e.Established { // the likeliest: what is refused ends at once
-			e.Received, e.Sent, e.Err = 0, 0, unix.ECONNREFUSED
-			if d.info.Retransmits > 0 {
-				e.Err = unix.ETIMEDOUT
-			}
-		}
-	} else {
-		e.Established = true
-		e.Received, e.Sent = received, acked
-	}
-	return e, true
-}
-
-// sweep removes the elements of flows whose socket is gone, TIME_WAIT included.
-func (n *nftNetns) sweep(ended func(EndedFlow)) {
-	n.mu.Lock()
-	if n.conn == nil || len(n.flows) == 0 {
-		n.mu.Unlock()
-		return
-	}
-	alive := make(map[flowKey]bool, 2*len(n.flows))
-	err := n.netns.Do(func() error {
-		return eachSocket(func(d *diagSocket) {
-			alive[keyOf(n.cookie, d.local, d.remote)] = true
-			alive[keyOf(n.cookie, d.remote, d.local)] = true
-		})
-	})
-	var gone []flowKey
-	var list []EndedFlow
-	for key, f := range n.flows {
-		switch {
-		case alive[key] || err != nil:
-			f.old = false
-		case !f.old: // perhaps it is on its way
-			f.old = true
-		default:
-			gone = append(gone, key)
-			if !f.ended && (f.way == ToNetwork || f.way == ToApplication) {
-				src, dst := key.addrs()
-				list = append(list, EndedFlow{Netns: n.cookie, Src: src, Dst: dst, Err: unix.ETIMEDOUT})
-			}
-		}
-	}
-	err = errors.Join(err, n.remove(gone...))
-	n.mu.Unlock()
-	if err != nil {
-		n.b.cfg.Log.Warn("flows that have ended are not forgotten", "netns", n.netns.String(), "reason", err)
-	}
-	for _, e := range list {
-		ended(e)
-	}
-}
-
-// destroyedSockets opens a socket that hears of each TCP socket of the netns of this thread that is destroyed.
-func destroyedSockets() (fd int, err error) {
-	fd, err = unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_INET_DIAG)
-	if err != nil {
-		return -1, fmt.Errorf("ends of sockets: %w", err)
-	}
-	// Groups 1 and 3: SKNLGRP_INET_TCP_DESTROY and SKNLGRP_INET6_TCP_DESTROY of include/uapi/linux/sock_diag.h.
-	const groups = 0b101
-	err = errors.Join(
-		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 4<<20), // bytes: some thousand ends at once
-		unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: groups}))
-	if err != nil {
-		_ = unix.Close(fd)
-		return -1, fmt.Errorf("ends of sockets: %w", err)
-	}
-	return fd, nil
-}
-
-// destroyed reads what such a socket has said.
-func destroyed(b []byte) func(yield func(diagSocket) bool) {
-	return func(yield func(diagSocket) bool) {
-		for len(b) >= unix.NLMSG_HDRLEN {
-			size := int(nl.NativeEndian().Uint32(b))
-			if size < unix.NLMSG_HDRLEN || size > len(b) {
-				return
-			}
-			if d, err := parseDiagSocket(b[unix.NLMSG_HDRLEN:size]); err == nil && !yield(d) {
-				return
-			}
-			b = b[min(len(b), (size+3)&^3):]
-		}
-	}
+	return err
 }
 
 // nftMatcher makes the parts of rules.

@@ -9,7 +9,7 @@ import (
 )
 
 // older tells of the ends of connections that the kernel carried before this process came: an earlier one has handed them back,
-// or they were there before the capture. The program of sockets knows nothing of them.
+// or they were there before the capture. Nobody else knows of them.
 type older struct {
 	netns  *Netns
 	cookie uint64
@@ -29,12 +29,14 @@ func findOlder(s *setup) (*older, error) {
 		return nil, err
 	}
 	o := &older{cookie: s.cookie, fd: fd, alive: make(map[socketAddrs]bool)}
-	m := s.cfg.Marks
-	err = eachSocket(func(d *diagSocket) {
-		if d.info.Mark&m.OwnMask == m.Own && d.info.State != tcpTimeWait {
-			o.alive[socketAddrs{d.local, d.remote}] = true
-		}
-	})
+	carried, err := s.steerer.stored().carriedByKernel(s.cfg.Marks)
+	if err == nil {
+		err = eachSocket(func(d *diagSocket) {
+			if carried(d) {
+				o.alive[socketAddrs{d.local, d.remote}] = true
+			}
+		})
+	}
 	if err == nil && len(o.alive) > 0 {
 		if o.netns, err = s.cfg.Netns.dup(); err == nil {
 			return o, nil

@@ -125,13 +125,21 @@ func (s *setup) cutDelivered() error {
 	return nil
 }
 
-// delivered returns what tells them: their mark, or with nft that their flow is in a set. nil means that no flow was steered.
+// delivered returns what tells them: their mark, with tc what they store, or with nft that their flow is in a set. nil means that no flow was steered.
 func (s *setup) delivered() (func(*diagSocket) bool, error) {
 	if s.link == nil {
 		return nil, nil
 	}
 	ours, err := s.filtersOf(deviceFilter, s.link.Attrs().Index)
 	if err != nil {
+		return nil, err
+	}
+	left, err := s.leftStorage()
+	if err != nil {
+		return nil, err
+	}
+	ways, err := left.ways()
+	if err = errors.Join(err, left.close()); err != nil {
 		return nil, err
 	}
 	carried := nftCarried()
@@ -146,7 +154,7 @@ func (s *setup) delivered() (func(*diagSocket) bool, error) {
 		return r.Protocol == protocol && r.Priority == prefDelivery && r.Mask != nil
 	})
 	return func(d *diagSocket) bool {
-		return at >= 0 && d.info.Mark&*rules[at].Mask == rules[at].Mark || carried[keyOf(0, d.local, d.remote)]
+		return at >= 0 && d.info.Mark&*rules[at].Mask == rules[at].Mark || ways[socketAddrs{d.local, d.remote}] == ToListener || carried[keyOf(0, d.local, d.remote)]
 	}, nil
 }
 

@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"os"
 
+	"github.com/cilium/ebpf"
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 )
@@ -16,8 +17,14 @@ const (
 	sockDiagByFamily = 20
 	sockDestroy      = 21
 
-	inetDiagInfo = 2
-	inetDiagMark = 15
+	inetDiagReqStorages = 2 // attributes of a request; in it a descriptor of a map
+	skDiagReqMap        = 1
+
+	inetDiagInfo     = 2 // of an answer
+	inetDiagMark     = 15
+	inetDiagStorages = 20
+	skDiagStorage    = 1 // in it
+	skDiagMapValue   = 3 // in that
 
 	sizeofInetDiagReq = 56
 	sizeofInetDiagMsg = 72
@@ -63,6 +70,7 @@ type diagSocket struct {
 	cookie        uint64
 	info          SocketInfo
 	sent          uint64 // bytes of the application that were sent, each once
+	stored        uint32 // the first word of the storage that was asked for; 0 where there is none
 }
 
 // parseDiagSocket reads an answer. Its addresses are IPv4 where both ends are, whatever the family of the socket.
@@ -88,6 +96,10 @@ func parseDiagSocket(b []byte) (d diagSocket, err error) {
 	for _, a := range attrs {
 		v := a.Value
 		switch {
+		case a.Attr.Type&^unix.NLA_F_NESTED == inetDiagStorages:
+			if d.stored, err = parseStorages(v); err != nil {
+				return d, err
+			}
 		case a.Attr.Type == inetDiagInfo && len(v) >= tcpInfoBytesReceived+8:
 			d.info.RTT = ne.Uint32(v[tcpInfoRTT:])
 			d.info.Retransmits = ne.Uint32(v[tcpInfoTotalRetrans:])
@@ -101,6 +113,29 @@ func parseDiagSocket(b []byte) (d diagSocket, err error) {
 		}
 	}
 	return d, nil
+}
+
+// parseStorages reads the first word of the one storage that was asked for.
+func parseStorages(b []byte) (word uint32, err error) {
+	storages, err := nl.ParseRouteAttr(b)
+	if err != nil {
+		return 0, err
+	}
+	for _, s := range storages {
+		if s.Attr.Type&^unix.NLA_F_NESTED != skDiagStorage {
+			continue
+		}
+		parts, err := nl.ParseRouteAttr(s.Value)
+		if err != nil {
+			return 0, err
+		}
+		for _, p := range parts {
+			if p.Attr.Type == skDiagMapValue && len(p.Value) >= 4 {
+				word = nl.NativeEndian().Uint32(p.Value)
+			}
+		}
+	}
+	return word, nil
 }
 
 // findSocket asks for one socket of the netns of this thread. A listener that the kernel would name in its place does not
@@ -125,10 +160,19 @@ func findSocket(local, remote netip.AddrPort) (d diagSocket, err error) {
 }
 
 // eachSocket calls f for all TCP sockets of the netns of this thread that are connected, or about to be.
-func eachSocket(f func(d *diagSocket)) error {
+func eachSocket(f func(d *diagSocket)) error { return eachSocketStoring(nil, f) }
+
+// eachSocketStoring is eachSocket with what the sockets store in a map of kind BPF_MAP_TYPE_SK_STORAGE (Linux 5.6).
+func eachSocketStoring(storage *ebpf.Map, f func(d *diagSocket)) error {
 	for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
 		req := nl.NewNetlinkRequest(sockDiagByFamily, unix.NLM_F_DUMP)
-		req.AddRawData(inetDiagReq(family, netip.AddrPort{}, netip.AddrPort{}, 0))
+		body := inetDiagReq(family, netip.AddrPort{}, netip.AddrPort{}, 0)
+		if storage != nil {
+			attr := nl.NewRtAttr(inetDiagReqStorages|unix.NLA_F_NESTED, nil)
+			attr.AddRtAttr(skDiagReqMap, nl.Uint32Attr(uint32(storage.FD())))
+			body = append(body, attr.Serialize()...)
+		}
+		req.AddRawData(body)
 		answers, err := req.Execute(unix.NETLINK_INET_DIAG, 0)
 		if err != nil {
 			return err

@@ -162,13 +162,10 @@ func newSockops(cfg *SteeringConfig) (_ backend, err error) {
 	if b.wake, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
 		return nil, fmt.Errorf("eventfd: %w", err)
 	}
-	if b.spec, err = loadSteer(); err != nil {
+	if b.spec, err = withMarks(cfg.Marks, loadSteer); err != nil {
 		return nil, err
 	}
-	v := b.spec.Variables
-	err = errors.Join(v["own_mark"].Set(cfg.Marks.Own), v["own_mask"].Set(cfg.Marks.OwnMask), v["deliver_mark"].Set(cfg.Marks.Deliver),
-		v["remembers"].Set(cfg.Remember > 0))
-	if err != nil {
+	if err := b.spec.Variables["remembers"].Set(cfg.Remember > 0); err != nil {
 		return nil, err
 	}
 	spec := b.spec.Copy()
@@ -183,8 +180,9 @@ func newSockops(cfg *SteeringConfig) (_ backend, err error) {
 		return nil, err
 	}
 	defer sockets.Close() // the link holds it
-	if b.enrol, err = b.loadProgram("ztun_enrol"); err != nil {
-		cfg.Log.Warn("connections that are older than the capture of their pod will be reset", "reason", err)
+	b.enrol = loadEnrol(cfg, b.spec)
+	if cfg.noCgroup {
+		return nil, errNoRootCgroup
 	}
 	cgroup, err := openRootCgroup()
 	if err != nil {
@@ -196,6 +194,32 @@ func newSockops(cfg *SteeringConfig) (_ backend, err error) {
 		return nil, fmt.Errorf("attach to the root of cgroup v2: %w", err)
 	}
 	return b, nil
+}
+
+// withMarks loads programs of steering, and sets the marks in them.
+func withMarks(m Marks, load func() (*ebpf.CollectionSpec, error)) (*ebpf.CollectionSpec, error) {
+	spec, err := load()
+	if err != nil {
+		return nil, err
+	}
+	v := spec.Variables
+	return spec, errors.Join(v["own_mark"].Set(m.Own), v["own_mask"].Set(m.OwnMask), v["deliver_mark"].Set(m.Deliver))
+}
+
+// loadEnrol loads the program that marks the connections of a netns. It is nil where the kernel cannot iterate over sockets, for which it
+// takes BTF and Linux 5.16: then addresses and ports have to do, see storage.
+func loadEnrol(cfg *SteeringConfig, spec *ebpf.CollectionSpec) *ebpf.Program {
+	var loaded struct {
+		Enrol *ebpf.Program `ebpf:"ztun_enrol"`
+	}
+	err := errors.New("as if there were none")
+	if !cfg.noBTF {
+		err = spec.Copy().LoadAndAssign(&loaded, nil)
+	}
+	if err != nil {
+		cfg.Log.Info("connections that are older than the capture of their pod are known by addresses and ports", "reason", err)
+	}
+	return loaded.Enrol
 }
 
 // loadSockets loads the program of sockets. The one that can read the error of a socket needs the kernel's BTF.
@@ -250,8 +274,11 @@ func (b *sockops) close() error {
 	return errors.Join(errs...)
 }
 
-func (b *sockops) mark(s *setup) error {
-	if err := s.attachToInterfaces(ingressFilter, b.progs.Ingress); err != nil {
+func (b *sockops) mark(s *setup) error { return s.markByBPF(b.progs.Ingress) }
+
+// markByBPF has a program set the ingress mark.
+func (s *setup) markByBPF(ingress *ebpf.Program) error {
+	if err := s.attachToInterfaces(ingressFilter, ingress); err != nil {
 		return fmt.Errorf("ingress mark: %w", err)
 	}
 	s.markedBy = MarkedByBPF
@@ -290,13 +317,8 @@ func (b *sockops) attach(s *setup) (_ netnsSteerer, err error) {
 	defer objects.Device.Close() // the filter holds it
 	defer objects.Lookup.Close() // and the link this
 	n.socks = objects.Listeners
-	netns, err := unix.Open(threadNetns, unix.O_RDONLY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, fmt.Errorf("open %s: %w", threadNetns, err)
-	}
-	defer unix.Close(netns)
-	if n.link, err = link.AttachNetNs(netns, objects.Lookup); err != nil {
-		return nil, fmt.Errorf("attach the look-up of listeners: %w", err)
+	if err := n.attachLookup(objects.Lookup); err != nil {
+		return nil, err
 	}
 	if err := b.maps.Captured.Put(s.cookie, uint32(1)); err != nil {
 		return nil, fmt.Errorf("note the netns: %w", err)
@@ -304,15 +326,28 @@ func (b *sockops) attach(s *setup) (_ netnsSteerer, err error) {
 	if err := s.attachFilter(deviceFilter, s.link.Attrs().Index, objects.Device, &s.undo); err != nil {
 		return nil, err
 	}
-	return n, nil
+	if b.enrol != nil {
+		return n, s.removeFilters(egressFilter) // of an earlier start by tc
+	}
+	programs, err := n.kept.load(s, b.maps.Flows, "ztun_older")
+	if err != nil {
+		return nil, err
+	}
+	defer programs["ztun_older"].Close() // the filter holds it
+	return n, s.attachFilter(egressFilter, s.link.Attrs().Index, programs["ztun_older"], &s.undo)
 }
 
 // enrolRunning leaves the connections that the netns has to the kernel.
 func (b *sockops) enrolRunning(s *setup) error {
 	if b.enrol == nil {
-		return nil
+		return s.steerer.stored().keepRunning(s.cookie)
 	}
-	iter, err := link.AttachIter(link.IterOptions{Program: b.enrol})
+	return markRunning(b.enrol)
+}
+
+// markRunning marks the sockets of the netns of this thread.
+func markRunning(enrol *ebpf.Program) error {
+	iter, err := link.AttachIter(link.IterOptions{Program: enrol})
 	if err != nil {
 		return fmt.Errorf("connections that are older: %w", err)
 	}
@@ -330,12 +365,15 @@ func (b *sockops) enrolRunning(s *setup) error {
 
 // sockopsNetns is sockops in one netns.
 type sockopsNetns struct {
+	listenerLookup
+
 	b      *sockops
 	cookie uint64
-	link   link.Link
-	socks  *ebpf.Map
+	kept   storage
 	older  *older // nil where there is none
 }
+
+func (n *sockopsNetns) stored() *storage { return &n.kept }
 
 func (n *sockopsNetns) watchOlder(s *setup) (err error) {
 	if n.older, err = findOlder(s); n.older == nil || err != nil {
@@ -345,21 +383,6 @@ func (n *sockopsNetns) watchOlder(s *setup) (err error) {
 	n.b.older[n.older] = true
 	n.b.mu.Unlock()
 	n.b.notify()
-	return nil
-}
-
-func (n *sockopsNetns) listeners(v4, v6 int) error {
-	for i, fd := range []int{v4, v6} {
-		var err error
-		if fd >= 0 {
-			err = n.socks.Put(uint32(i), uint64(fd))
-		} else if err = n.socks.Delete(uint32(i)); errors.Is(err, ebpf.ErrKeyNotExist) || errors.Is(err, unix.EINVAL) {
-			err = nil
-		}
-		if err != nil {
-			return err
-		}
-	}
 	return nil
 }
 
@@ -387,16 +410,14 @@ func (n *sockopsNetns) close() error {
 	if err := n.b.maps.Captured.Delete(n.cookie); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
 		errs = append(errs, err)
 	}
-	if n.link != nil {
-		errs = append(errs, n.link.Close())
-	}
+	errs = append(errs, n.listenerLookup.close(), n.kept.close())
 	if n.older != nil {
 		n.b.mu.Lock()
 		delete(n.b.older, n.older)
 		n.b.mu.Unlock()
 		errs = append(errs, n.older.close())
 	}
-	return errors.Join(append(errs, n.socks.Close())...)
+	return errors.Join(errs...)
 }
 
 const (
@@ -405,9 +426,6 @@ const (
 
 	// sweepEvery is how often older ones are looked for.
 	sweepEvery = 10 * time.Second
-
-	// nftSweepEvery is how often elements without a socket are looked for.
-	nftSweepEvery = 10 * time.Second
 )
 
 // run reads the ends from the kernel, and tells of flows that never came to be without anybody having said so.
@@ -502,12 +520,14 @@ func monotonic() time.Duration {
 func (b *sockops) notify() { _, _ = unix.Write(b.wake, []byte{1, 0, 0, 0, 0, 0, 0, 0}) }
 
 // sweep forgets decisions that nobody has come for.
-func (b *sockops) sweep(ended func(EndedFlow)) error {
+func (b *sockops) sweep(ended func(EndedFlow)) error { return sweepDecisions(b.maps.Flows, ended) }
+
+func sweepDecisions(flows *ebpf.Map, ended func(EndedFlow)) error {
 	now := monotonic()
 	var key flowKey
 	var d flowDecision
 	var old []flowKey
-	all := b.maps.Flows.Iterate()
+	all := flows.Iterate()
 	for all.Next(&key, &d) {
 		if time.Duration(d.At)+halfOpenFor < now {
 			old = append(old, key)
@@ -517,7 +537,7 @@ func (b *sockops) sweep(ended func(EndedFlow)) error {
 		return fmt.Errorf("decisions: %w", err)
 	}
 	for i := range old {
-		if err := b.maps.Flows.LookupAndDelete(&old[i], &d); err != nil {
+		if err := flows.LookupAndDelete(&old[i], &d); err != nil {
 			continue // it has come meanwhile
 		}
 		if w := Way(d.Way); w == ToNetwork || w == ToApplication {

@@ -10,13 +10,13 @@ import (
 // Backends of a [Steering].
 const (
 	SteerBySockops = "sockops" // BPF: the decision stands in the application's socket, as its mark
-	SteerByTC      = "tc"      // not built: refused by NewSteering
-	SteerByNFT     = "nft"     // no BPF: the decision stands in sets of nftables
+	SteerByTC      = "tc"      // BPF without a program of sockets: it stands in a storage of the socket, for programs of tc
+	SteerByNFT     = "nft"     // no BPF: it stands in sets of nftables
 )
 
 // SteeringConfig says how flows are led past user space.
 type SteeringConfig struct {
-	// Mode is the backend, ZTUN_OFFLOAD: "auto" takes the first that works of "sockops" and "nft". One that is named and does
+	// Mode is the backend, ZTUN_OFFLOAD: "auto" takes the first that works of "sockops" and "tc", never "nft". One that is named and does
 	// not work is an error, of NewSteering or, where only the netns can tell, of Open.
 	Mode string
 
@@ -38,6 +38,8 @@ type SteeringConfig struct {
 
 	noBTF bool // as if the kernel had no BTF
 	noBPF bool // as if it refused all programs
+
+	noCgroup bool // as if the root of cgroup v2 were not to be had
 }
 
 // An EndedFlow is a flow that was handed back to the kernel, by [Kernel.Steer] with ToNetwork or ToApplication, and is over.

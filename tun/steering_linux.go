@@ -49,6 +49,7 @@ type netnsSteerer interface {
 	listeners(v4, v6 int) error
 	steer(src, dst netip.AddrPort, w Way, out int) error // out: the interface that ToNetwork leads to, 0 when it is not known
 	unsteer(src, dst netip.AddrPort)
+	stored() *storage          // connections that no mark tells; may be empty
 	watchOlder(s *setup) error // the last step of Open: connections that the kernel carries already are told of too
 	close() error
 }
@@ -65,6 +66,7 @@ var backends = []struct {
 	byName bool
 }{
 	{SteerBySockops, newSockops, false},
+	{SteerByTC, newTCBackend, false},
 	// A program that dissolves an inbound connection, connect(AF_UNSPEC), keeps a socket with ztun's mark, and its next connection leaves in
 	// clear: without BPF nothing takes the mark away.
 	{SteerByNFT, newNFTBackend, true},
@@ -95,10 +97,7 @@ func NewSteering(cfg SteeringConfig) (*Steering, error) {
 		}
 		errs = append(errs, fmt.Errorf("tun: steering by %s: %w", b.name, err))
 	}
-	switch {
-	case cfg.Mode == SteerByTC:
-		return nil, errors.New("tun: steering by tc: not built; use auto, sockops or nft")
-	case len(errs) == 0:
+	if len(errs) == 0 {
 		return nil, fmt.Errorf("tun: steering: mode %q is not known", cfg.Mode)
 	}
 	return nil, errors.Join(errs...)
@@ -117,7 +116,7 @@ func (c *SteeringConfig) try(make func(*SteeringConfig) (backend, error)) (*Stee
 	return s, nil
 }
 
-// Backend returns which of SteerBySockops and SteerByNFT it is.
+// Backend returns which of SteerBySockops, SteerByTC and SteerByNFT it is.
 func (s *Steering) Backend() string { return s.backend.name() }
 
 // Remembers reports whether Kernel.Remember has an effect: SteeringConfig.Remember is set, and the backend can.

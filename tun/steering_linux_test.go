@@ -57,8 +57,14 @@ func (l *steeredLab) capture(t *testing.T, cfg Config, decide func(src, dst neti
 // newSteering makes a Steering that runs until the test ends.
 func newSteering(t *testing.T, mode string, ended func(EndedFlow)) *Steering {
 	t.Helper()
+	return startSteering(t, SteeringConfig{Mode: mode, Ended: ended})
+}
+
+func startSteering(t *testing.T, cfg SteeringConfig) *Steering {
+	t.Helper()
 	needPrivilege(t)
-	s, err := NewSteering(SteeringConfig{Mode: mode, Marks: testConfig(nil).Marks, Ended: ended})
+	cfg.Marks = testConfig(nil).Marks
+	s, err := NewSteering(cfg)
 	must(t, err)
 	run(t, s)
 	return s
@@ -125,19 +131,22 @@ func TestNetnsSteerSelfTest(t *testing.T) {
 	t.Parallel()
 	needPrivilege(t)
 	for name, tt := range map[string]struct {
-		hurt func(b *sockops) error
+		mode string
+		hurt func(b backend) error
 		want string
 	}{
-		"nothing":                {func(*sockops) error { return nil }, ""},
-		"program of sockets":     {func(b *sockops) error { return b.link.Close() }, "no packet with the flags 0x10 leaves"},
-		"decisions do not stand": {func(b *sockops) error { return b.maps.Flows.Freeze() }, "steer"},
+		"nothing":                {SteerBySockops, func(backend) error { return nil }, ""},
+		"program of sockets":     {SteerBySockops, func(b backend) error { return b.(*sockops).link.Close() }, "no packet with the flags 0x10 leaves"},
+		"decisions do not stand": {SteerBySockops, func(b backend) error { return b.(*sockops).maps.Flows.Freeze() }, "steer"},
+		"nothing, tc":            {SteerByTC, func(backend) error { return nil }, ""},
+		"decisions by tc":        {SteerByTC, func(b backend) error { return b.(*tcBackend).flows.Freeze() }, "steer"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			s, err := NewSteering(SteeringConfig{Mode: SteerBySockops, Marks: testConfig(nil).Marks})
+			s, err := NewSteering(SteeringConfig{Mode: tt.mode, Marks: testConfig(nil).Marks})
 			must(t, err)
 			defer s.Close()
-			must(t, tt.hurt(s.backend.(*sockops)))
+			must(t, tt.hurt(s.backend))
 			err = s.tryOut()
 			if tt.want == "" && err != nil || tt.want != "" && (err == nil || !strings.Contains(err.Error(), tt.want)) {
 				t.Errorf("self-test without %s: %v, want %q", name, err, tt.want)
@@ -161,6 +170,21 @@ func TestNetnsSteerWithoutBPF(t *testing.T) {
 		t.Errorf("by name without BPF: %s, want nft", got)
 	}
 	must(t, s.Close())
+}
+
+// Without the root of cgroup v2 there is no program of sockets: tc does without.
+func TestNetnsSteerWithoutCgroup(t *testing.T) {
+	t.Parallel()
+	needPrivilege(t)
+	s, err := NewSteering(SteeringConfig{Mode: "auto", Marks: testConfig(nil).Marks, noCgroup: true})
+	must(t, err)
+	if got := s.Backend(); got != SteerByTC {
+		t.Errorf("auto without the root of cgroup v2: %s, want tc", got)
+	}
+	must(t, s.Close())
+	if _, err := NewSteering(SteeringConfig{Mode: SteerBySockops, Marks: testConfig(nil).Marks, noCgroup: true}); err == nil || !strings.Contains(err.Error(), "steering by sockops: cgroup v2") {
+		t.Errorf("by name without the root of cgroup v2: %v, want the reason", err)
+	}
 }
 
 func always(w Way) func(src, dst netip.AddrPort) Way {
@@ -200,7 +224,7 @@ func TestNetnsSteerToNetwork(t *testing.T) {
 		}
 		send(t, d.fd, c, "hello")
 		send(t, c, d.fd, "hello you")
-		if m := markOf(t, d.fd); m != testOwn && mode != SteerByNFT {
+		if m := markOf(t, d.fd); m != testOwn && mode == SteerBySockops {
 			t.Errorf("mark of the application's socket %#x, want %#x", m, testOwn)
 		}
 		must(t, unix.Shutdown(d.fd, unix.SHUT_WR))
@@ -225,9 +249,12 @@ func TestNetnsSteerToListener(t *testing.T) {
 		if peer != localOf(t, d.fd) || localOf(t, c) != to {
 			t.Errorf("accepted %s from %s, want %s from %s", localOf(t, c), peer, to, localOf(t, d.fd))
 		}
+		if m := markOf(t, c); m != testDeliver { // of the SYN
+			t.Errorf("mark of ztun's socket %#x, want %#x", m, testDeliver)
+		}
 		send(t, d.fd, c, "hello")
 		send(t, c, d.fd, "hello you")
-		if m := markOf(t, d.fd); m != testDeliver && mode != SteerByNFT {
+		if m := markOf(t, d.fd); m != testDeliver && mode == SteerBySockops {
 			t.Errorf("mark of the application's socket %#x, want %#x", m, testDeliver)
 		}
 		must(t, unix.Shutdown(d.fd, unix.SHUT_WR))
@@ -281,11 +308,27 @@ func TestNetnsSteerToListenerInbound(t *testing.T) {
 		if peer != localOf(t, d.fd) || localOf(t, c) != to {
 			t.Errorf("accepted %s from %s, want %s from %s", localOf(t, c), peer, to, localOf(t, d.fd))
 		}
+		if m := markOf(t, c); m != testOwn { // of the SYN
+			t.Errorf("mark of ztun's socket %#x, want %#x", m, testOwn)
+		}
 		send(t, d.fd, c, "hello")
 		send(t, c, d.fd, "hello you")
 		l.wantOnlySYNs(t, 1)
 		l.wantEnded(t)
 	})
+}
+
+// bpfModes are those that auto may take.
+var bpfModes = []string{SteerBySockops, SteerByTC}
+
+// eachBPFMode runs f for each of them and each family.
+func eachBPFMode(t *testing.T, f func(t *testing.T, mode string, pod, remote netip.Addr)) {
+	for _, mode := range bpfModes {
+		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
+			eachFamily(t, func(t *testing.T, pod, remote netip.Addr) { f(t, mode, pod, remote) })
+		})
+	}
 }
 
 // eachMode runs f for each backend and family.

@@ -72,7 +72,7 @@ func checkFailuresAreSeenAsSuch(t *testing.T, b *bed) {
 	for _, tt := range tests {
 		for _, to := range tt.to {
 			client := own(tt.from, to).String()
-			if b.offload != config.OffloadNFT || tt.source != noRouteToNetwork { // there the reason is a guess
+			if b.offload != config.OffloadNFT && b.offload != config.OffloadTC || tt.source != noRouteToNetwork { // there the reason is a guess
 				a.out.await(t, `direction="outbound"`, a.done, client, tt.source)
 			}
 			if tt.inbound != "" {

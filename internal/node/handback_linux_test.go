@@ -20,7 +20,7 @@ import (
 // eachOffload runs a test of what the kernel carries.
 func eachOffload(t *testing.T, test func(*testing.T, *bed)) {
 	t.Helper()
-	onOffloads(t, test, config.OffloadSockops, config.OffloadNFT)
+	onOffloads(t, test, config.OffloadSockops, config.OffloadTC, config.OffloadNFT)
 }
 
 // onOffloads is eachOffload on some of them.
@@ -175,7 +175,7 @@ func checkManyFlowsAreHandedBack(t *testing.T, b *bed) {
 
 // A dead process takes the mesh's connections with it and leaves those that the kernel carries, which a later one finds as they are.
 func TestNetnsKernelsConnectionsOutliveTheProcess(t *testing.T) {
-	// By nftables they stand still meanwhile.
+	// By tc and nftables those that the pod has opened stand still meanwhile.
 	checkKernelsConnectionsOutliveTheProcess(t, config.OffloadSockops)
 }
 
@@ -304,5 +304,5 @@ func TestNetnsKernelsConnectionsAreFound(t *testing.T) {
 			pair[1].Close()
 		}
 		child.stop(t)
-	}, config.OffloadSockops)
+	}, config.OffloadSockops, config.OffloadTC)
 }

@@ -126,14 +126,15 @@ var variants = []variant{
 	{config.CaptureTUN, config.OffloadSockops},
 	{config.CaptureTUN, config.OffloadOff},
 	{config.CaptureRedirect, config.OffloadAuto},
-	{config.CaptureTUN, config.OffloadNFT}, // not with the race detector: it differs from the first in package tun only
+	{config.CaptureTUN, config.OffloadTC}, // these two not with the race detector: they differ from the first in package tun only
+	{config.CaptureTUN, config.OffloadNFT},
 }
 
 // eachBackend runs a test of the data path with every variant.
 func eachBackend(t *testing.T, test func(*testing.T, *bed)) {
 	t.Helper()
 	for _, v := range variants {
-		if v.offload == config.OffloadNFT && slower > 1 {
+		if (v.offload == config.OffloadTC || v.offload == config.OffloadNFT) && slower > 1 {
 			continue
 		}
 		t.Run(v.String(), func(t *testing.T) { test(t, newBedOn(t, v, lab.Config{})) })

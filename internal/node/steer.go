@@ -228,14 +228,14 @@ func (n *Node) hearEnds(ctx context.Context) {
 // long an end that nobody told of stays unnoticed, twice at most.
 const lookEvery = 10 * time.Second
 
-// lookEveryNFT is the same where the kernel tells few ends, and late: the dump of all sockets then is what finds them.
-const lookEveryNFT = time.Second
+// lookEveryUntold is the same for backends without a program of sockets: the kernel tells few ends there, and late; the dump of all sockets then is what finds them.
+const lookEveryUntold = time.Second
 
 // watchCarried compares until ctx ends.
 func (n *Node) watchCarried(ctx context.Context) {
 	every := lookEvery
-	if n.steering.Backend() == tun.SteerByNFT {
-		every = lookEveryNFT
+	if n.steering.Backend() != tun.SteerBySockops {
+		every = lookEveryUntold
 	}
 	tick := time.NewTicker(every)
 	defer tick.Stop()

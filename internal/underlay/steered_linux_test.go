@@ -1,0 +1,31 @@
+package underlay
+
+import (
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// A mark of the listener's own would win over that of the SYN: answers to inbound clients would be led to the pod, or those to the pod's
+// programs out of it.
+func TestNetnsSteeredListenersHaveNoMark(t *testing.T) {
+	u := newUnderlay(t)
+	s, err := u.ListenSteered(true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close(t.Context())
+	v4, v6 := s.Descriptors()
+	for _, o := range []struct{ fd, level, opt, want int }{
+		{v4, unix.SOL_SOCKET, unix.SO_MARK, 0},
+		{v6, unix.SOL_SOCKET, unix.SO_MARK, 0},
+		{v4, unix.SOL_IP, unix.IP_TRANSPARENT, 1},
+		{v6, unix.SOL_IPV6, unix.IPV6_TRANSPARENT, 1},
+		{v4, unix.SOL_SOCKET, unix.SO_PROTOCOL, unix.IPPROTO_TCP}, // not MPTCP
+		{v6, unix.SOL_SOCKET, unix.SO_PROTOCOL, unix.IPPROTO_TCP},
+	} {
+		if got, err := unix.GetsockoptInt(o.fd, o.level, o.opt); err != nil || got != o.want {
+			t.Errorf("option %d/%d = %d, %v, want %d", o.level, o.opt, got, err, o.want)
+		}
+	}
+}
