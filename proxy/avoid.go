@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"ztun.dev/ztun/internal/hbone"
+	"ztun.dev/ztun/internal/loop"
 	"ztun.dev/ztun/internal/workload"
 )
 
@@ -86,7 +87,11 @@ func (f *failures) worked(w *workload.Workload) {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	list := slices.DeleteFunc(slices.Clone(*f.list.Load()), is)
+	all := f.list.Load()
+	if all == nil {
+		return // another set-up was first
+	}
+	list := slices.DeleteFunc(slices.Clone(*all), is)
 	if len(list) == 0 {
 		f.list.Store(nil)
 		return
@@ -98,5 +103,12 @@ func (f *failures) worked(w *workload.Workload) {
 func blames(err error) bool {
 	_, certificate := errors.AsType[*hbone.CertificateError](err)
 	_, beyond := errors.AsType[*hbone.InnerError](err)
-	return !certificate && !beyond && !errors.Is(err, syscall.EMFILE) && !errors.Is(err, syscall.ENFILE)
+	ours := slices.ContainsFunc(ownErrors, func(e error) bool { return errors.Is(err, e) })
+	return !certificate && !beyond && !ours
+}
+
+// ownErrors are what this host lacks, and its own end.
+var ownErrors = []error{
+	syscall.EMFILE, syscall.ENFILE, syscall.EADDRNOTAVAIL, syscall.ENOBUFS, syscall.ENOMEM, syscall.ENETUNREACH, syscall.EPERM, syscall.EACCES,
+	loop.ErrStopped,
 }

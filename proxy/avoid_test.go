@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/netip"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -210,6 +211,28 @@ func TestAvoidingKeepsTheWeights(t *testing.T) {
 		}
 		if n["a"] != 0 || n["c"] < 2850 || n["c"] > 3150 {
 			t.Errorf("%s: %v flows, want none to a and three quarters to c", name, n)
+		}
+	}
+}
+
+// Two set-ups that reach an endpoint at the same time forget its failure once.
+func TestFailuresAreForgottenByMany(t *testing.T) {
+	var f failures
+	w := new(workload.Workload)
+	for range 2000 {
+		f.failed(w, time.Now())
+		start := make(chan struct{})
+		var all sync.WaitGroup
+		for range 2 {
+			all.Go(func() {
+				<-start
+				f.worked(w)
+			})
+		}
+		close(start)
+		all.Wait()
+		if list := f.avoided(time.Now()); list != nil {
+			t.Fatalf("avoided %v", list)
 		}
 	}
 }

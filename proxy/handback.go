@@ -12,6 +12,7 @@ import (
 
 	"ztun.dev/ztun/internal/authz"
 	"ztun.dev/ztun/internal/telemetry"
+	"ztun.dev/ztun/internal/workload"
 	"ztun.dev/ztun/stack"
 )
 
@@ -22,12 +23,13 @@ type Kernel interface {
 	Destroy(local, remote netip.AddrPort) error
 	// Forget has the next SYN of the flow decided about anew.
 	Forget(f stack.Flow)
-	// GiveUp is Forget for a flow that has not come to be: it does not any more. False: it has already.
+	// GiveUp is Forget for a flow that has not come to be. False: it has already. It may come to be still, should the pod's kernel have
+	// answered without remembering (SYN cookies): AdoptUnknown finds it then.
 	GiveUp(f stack.Flow, local, remote netip.AddrPort) bool
-	// Remember says that connections of the pod to dst need not be decided about one by one for a while, if the state is still that of
+	// Remember says that connections of the pod from src to dst need not be decided about one by one for a while, if the state is still that of
 	// generation then: Generation returns it, before the state is read that the decision rests on. Where nothing is remembered
 	// both do nothing.
-	Remember(dst netip.AddrPort, generation uint64) error
+	Remember(src netip.Addr, dst netip.AddrPort, generation uint64) error
 	Generation() uint64
 	// ForgetDestinations takes back all that is remembered.
 	ForgetDestinations()
@@ -38,8 +40,11 @@ type Kernel interface {
 type handedBack struct {
 	mu    sync.Mutex // guards below
 	flows map[stack.Flow]*carried
+	gone  bool      // LetGo was called
 	fresh list.List // of *carried whose sockets nobody has seen, the oldest first
 	looks uint64    // at the kernel's sockets
+
+	unknown map[stack.Flow]bool // of AdoptUnknown
 }
 
 // A carried connection is one of handedBack, whose lock guards it.
@@ -52,11 +57,17 @@ type carried struct {
 	missed int           // looks since then
 }
 
-func (h *handedBack) add(f stack.Flow, c *connection) *carried {
+// add returns nil after LetGo. fresh: nobody has seen the connection's socket, and there may be none.
+func (h *handedBack) add(f stack.Flow, c *connection, fresh bool) *carried {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	if h.gone {
+		return nil
+	}
 	k := &carried{connection: c, flow: f}
-	k.fresh = h.fresh.PushBack(k)
+	if fresh {
+		k.fresh = h.fresh.PushBack(k)
+	}
 	if h.flows == nil {
 		h.flows = make(map[stack.Flow]*carried)
 	}
@@ -170,7 +181,11 @@ func (h *handedBack) has(f stack.Flow, k *carried) bool {
 func (p *Proxy) handBack(req stack.TCPRequest, c *connection) (done bool) {
 	f := req.Flow()
 	p.boundFresh()
-	k := p.carry(f, c)
+	k := p.carry(f, c, true)
+	if k == nil {
+		req.Drop()
+		return false
+	}
 	err := c.Cause() // of who has closed it meanwhile
 	if err == nil {
 		err = req.HandBack()
@@ -186,7 +201,10 @@ func (p *Proxy) handBack(req stack.TCPRequest, c *connection) (done bool) {
 
 // remember has the kernel carry further connections to where a flow was handed back to.
 func (p *Proxy) remember(f stack.Flow, generation uint64) {
-	if err := p.cfg.Kernel.Remember(f.Dst, generation); err != nil {
+	if p.draining.Load() {
+		return // had Drain forgotten everything before the generation was read
+	}
+	if err := p.cfg.Kernel.Remember(f.Src.Addr(), f.Dst, generation); err != nil {
 		p.cfg.Log.Warn("destination not remembered", "flow", f.String(), "error", err.Error())
 	}
 }
@@ -204,12 +222,17 @@ func (p *Proxy) Begun(f stack.Flow) {
 			facts = outboundFacts(facts, self, &d)
 		}
 	}
-	p.carry(f, p.conns.open(p.cfg.Records, facts, nil))
+	p.carry(f, p.conns.open(p.cfg.Records, facts, nil), false)
 }
 
 // carry notes that the kernel carries a connection from now on, and how that is ended.
-func (p *Proxy) carry(f stack.Flow, c *connection) *carried {
-	k := p.handed.add(f, c)
+// It returns nil if the pod is not served any more, and ends the record.
+func (p *Proxy) carry(f stack.Flow, c *connection, fresh bool) *carried {
+	k := p.handed.add(f, c, fresh)
+	if k == nil {
+		c.Finish(nil)
+		return nil
+	}
 	c.CarriedByKernel(true)
 	c.SetCloser(func(cause error) { p.cut(f, k, cause, firstCut) })
 	return k
@@ -233,27 +256,61 @@ func (p *Proxy) Adopt(flows []CarriedFlow, decide bool) int {
 	}
 	p.conns.adopt(state, self)
 	for _, x := range flows {
-		facts := p.inboundFacts(state, self, x.Flow)
-		if !x.Inbound {
-			facts = outboundFlow(x.Flow)
-			facts.Dst, facts.Source, facts.Destination = x.Flow.Dst, self, state.WorkloadAt(p.cfg.Network, x.Flow.Dst.Addr())
-		}
-		c := p.conns.open(p.cfg.Records, facts, nil)
-		c.Resume(x.Received, x.Sent)
-		c.Established(p.cfg.Group.Now())
-		p.carry(x.Flow, c)
-		if !x.Inbound || !decide {
-			continue
-		}
-		switch v := c.decide(); {
-		case v.Allowed:
-			c.SetPolicy(v.Policy)
-		case v.Reason != authz.PolicyUnknown: // that one is waited for, as with any open connection
-			c.deny(v)
-		}
+		p.adopt(state, self, x, decide)
 	}
 	p.conns.all.ring() // who looks at policies may have done so before
 	return len(flows)
+}
+
+// adopt begins the record of one.
+func (p *Proxy) adopt(state *workload.Snapshot, self *workload.Workload, x CarriedFlow, decide bool) {
+	facts := p.inboundFacts(state, self, x.Flow)
+	if !x.Inbound {
+		facts = outboundFlow(x.Flow)
+		facts.Dst, facts.Source, facts.Destination = x.Flow.Dst, self, state.WorkloadAt(p.cfg.Network, x.Flow.Dst.Addr())
+	}
+	c := p.conns.open(p.cfg.Records, facts, nil)
+	c.Resume(x.Received, x.Sent)
+	c.Established(p.cfg.Group.Now())
+	if p.carry(x.Flow, c, false) == nil || !x.Inbound || !decide {
+		return
+	}
+	switch v := c.decide(); {
+	case v.Allowed:
+		c.SetPolicy(v.Policy)
+	case v.Reason != authz.PolicyUnknown: // that one is waited for, as with any open connection
+		c.deny(v)
+	}
+}
+
+// AdoptUnknown begins the records of those that have none, were in the list the last time too, and are not about to be told of therefore:
+// they were given up, and came to be after all. It is called now and then, by one goroutine, and returns how many these are.
+func (p *Proxy) AdoptUnknown(flows []CarriedFlow) (n int) {
+	state := p.cfg.Store.Snapshot()
+	self := state.Local(p.cfg.Client)
+	if self == nil {
+		return 0
+	}
+	var again []CarriedFlow
+	unknown := make(map[stack.Flow]bool)
+	h := &p.handed
+	h.mu.Lock()
+	for _, x := range flows {
+		if h.flows[x.Flow] != nil {
+			continue
+		}
+		if h.unknown[x.Flow] {
+			again = append(again, x)
+		} else {
+			unknown[x.Flow] = true
+		}
+	}
+	h.unknown = unknown
+	h.mu.Unlock()
+	for _, x := range again {
+		p.adopt(state, self, x, true)
+	}
+	return len(again)
 }
 
 // carries reports whether the kernel may carry what was decided about an outbound flow: nothing is to be changed in it.
@@ -408,7 +465,7 @@ func (p *Proxy) LetGo() {
 	h := &p.handed
 	h.mu.Lock()
 	flows := h.flows
-	h.flows = nil
+	h.flows, h.gone = nil, true
 	h.fresh.Init()
 	h.mu.Unlock()
 	for f, k := range flows {

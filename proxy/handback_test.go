@@ -51,8 +51,8 @@ func (k *fakeKernel) GiveUp(f stack.Flow, local, remote netip.AddrPort) bool {
 
 func (k *fakeKernel) Generation() uint64 { return k.generation }
 
-func (k *fakeKernel) Remember(dst netip.AddrPort, generation uint64) error {
-	k.remembered = append(k.remembered, fmt.Sprintf("%v of %d", dst, generation))
+func (k *fakeKernel) Remember(src netip.Addr, dst netip.AddrPort, generation uint64) error {
+	k.remembered = append(k.remembered, fmt.Sprintf("%v from %v of %d", dst, src, generation))
 	return nil
 }
 
@@ -431,7 +431,7 @@ func TestDestinationsThatAreRemembered(t *testing.T) {
 	b.ask(t, podEnd, "10.96.0.10:80")              // through the mesh
 	b.ask(t, "10.9.9.9:1000", "10.244.0.5:80")     // inbound
 	r, _ := b.ask(t, "10.9.9.9:1000", "1.1.1.1:1") // of others
-	if diff := cmp.Diff([]string{"1.2.3.4:80 of 7"}, k.remembered); diff != "" {
+	if diff := cmp.Diff([]string{"1.2.3.4:80 from 10.244.0.5 of 7"}, k.remembered); diff != "" {
 		t.Errorf("remembered mismatch (-want +got):\n%s", diff)
 	}
 	if r.answer != "RST" {
@@ -457,6 +457,36 @@ func TestNotRememberedWhenNotHandedBack(t *testing.T) {
 	b.Settle()
 	if len(k.remembered) != 0 || r.answer != "nothing" {
 		t.Errorf("remembered %v, answer %q; want nothing, nothing", k.remembered, r.answer)
+	}
+}
+
+// A connection that came to be although it was given up has a record again once two looks have seen it, and policy decides about it.
+func TestConnectionsWithoutARecordAreFound(t *testing.T) {
+	b, k := newKernelBench(t, newMesh())
+	b.change(func(m *mesh) {
+		m.more.Policies = []*workload.Policy{{
+			Name: "no-9090", Namespace: "default", Scope: workload.ScopePolicyNamespace, Action: workload.Deny,
+			Groups: []workload.Group{{{{DestinationPorts: []uint16{9090}}}}},
+		}}
+	})
+	known, _ := b.ask(t, "10.9.9.9:1000", "10.244.0.5:80")
+	allowed, denied := inboundRequest("10.9.9.9:1001", "10.244.0.5:80").flow, inboundRequest("10.9.9.9:1002", "10.244.0.5:9090").flow
+	k.connected(denied, denied.Dst)
+	list := []CarriedFlow{{Flow: known.flow, Inbound: true}, {Flow: allowed, Inbound: true, Received: 3, Sent: 4}, {Flow: denied, Inbound: true}}
+	if n := b.AdoptUnknown(list); n != 0 || len(openConns(b)) != 1 {
+		t.Errorf("%d found at the first look, %d open; want none yet", n, len(openConns(b)))
+	}
+	if n := b.AdoptUnknown(list); n != 2 {
+		t.Errorf("%d found at the second look, want 2", n)
+	}
+	b.Settle()
+	if n := len(openConns(b)); n != 2 {
+		t.Errorf("%d connections are open, want the known one and the one that is allowed", n)
+	}
+	b.LetGo()
+	b.Begun(request("1.2.3.4:80").flow) // on its way here when the pod was let go of
+	if n := len(openConns(b)); n != 0 {
+		t.Errorf("%d connections are open after the end, want none", n)
 	}
 }
 

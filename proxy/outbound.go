@@ -31,7 +31,8 @@ func (p *Proxy) outboundAtOnce(_ context.Context, req stack.TCPRequest) bool {
 	if !p.carries(&d, f) {
 		return false
 	}
-	if p.handBack(req, p.conns.open(p.cfg.Records, outboundFacts(outboundFlow(f), self, &d), nil)) {
+	done := p.handBack(req, p.conns.open(p.cfg.Records, outboundFacts(outboundFlow(f), self, &d), nil))
+	if done && d.Service == nil { // of a service's endpoints the next is perhaps another one
 		p.remember(f, generation)
 	}
 	return true

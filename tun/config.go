@@ -9,6 +9,10 @@ const DefaultName = "ztun0"
 // mask that istio-cni and ztunnel use.
 const DefaultMarkMask = 0xfff
 
+// ApplicationMark is the bit of marks that tells the sockets of applications whose connections the kernel carries from ztun's own, where
+// there is BPF. No rule looks at it.
+const ApplicationMark = 1 << 31
+
 // Marks are the packet marks that tell ztun's own sockets from the application's. Both have to be non-zero, different and
 // inside OwnMask. Who may set a mark (CAP_NET_RAW in the netns) and knows these can leave the mesh, so that in a
 // namespace of its own ztun draws them at random.

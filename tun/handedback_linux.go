@@ -31,7 +31,7 @@ func (k *Kernel) HandedBack() (list []HandedBack, err error) {
 		}
 		first, last := ephemeralPorts()
 		return eachSocket(func(d *diagSocket) {
-			if !carried(d) {
+			if !carried(d) || d.info.Opening() {
 				return
 			}
 			// Nothing says who opened a connection. The SYN of who did counts as an acknowledged byte, until its FIN may count as one, too. Else the port that the pod listens on

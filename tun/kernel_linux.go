@@ -19,6 +19,7 @@ type Kernel struct {
 	ifaces   []Interface
 	families []int
 	addrs    *Addresses
+	diag     diag
 	state    *state
 	markedBy string
 	adopted  bool
@@ -75,7 +76,7 @@ func Open(ctx context.Context, cfg Config) (*Kernel, error) {
 		return nil, errors.Join(err, own.Close())
 	}
 	return &Kernel{
-		cfg: cfg, index: s.link.Attrs().Index, ifaces: s.ifaces, families: s.families, addrs: s.watch,
+		cfg: cfg, index: s.link.Attrs().Index, ifaces: s.ifaces, families: s.families, addrs: s.watch, diag: s.diag,
 		state: s.state, markedBy: s.markedBy, adopted: s.adopted || s.leftovers, fd: s.fd,
 		cookie: s.cookie, steerer: s.steerer,
 	}, nil
@@ -138,7 +139,7 @@ func (k *Kernel) Close() error {
 	if k.fd < 0 {
 		return nil
 	}
-	err := errors.Join(unix.Close(k.fd), k.addrs.Close(), k.cfg.Netns.Close())
+	err := errors.Join(unix.Close(k.fd), k.addrs.Close(), k.diag.close(), k.cfg.Netns.Close())
 	if k.steerer != nil {
 		err = errors.Join(err, k.steerer.close())
 	}

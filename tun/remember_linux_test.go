@@ -61,6 +61,14 @@ func (l *rememberingLab) told(t *testing.T, begun, ended int) (b, e []EndedFlow)
 	}
 }
 
+// podAddr is the pod's address of a family.
+func (l *rememberingLab) podAddr(to netip.AddrPort) netip.Addr {
+	if to.Addr().Is4() {
+		return pod4
+	}
+	return pod6
+}
+
 // connect opens a connection from the pod and returns how many SYNs the agent was asked about.
 func (l *rememberingLab) connect(t *testing.T, to netip.AddrPort, want error) (fd int, syns int64) {
 	t.Helper()
@@ -92,7 +100,7 @@ func TestNetnsSteerRemembersDestinations(t *testing.T) {
 				t.Fatalf("%d SYNs, want one: nothing is remembered yet", syns)
 			}
 			closeNow(t, first)
-			must(t, l.k.Remember(to, l.steering.Generation()))
+			must(t, l.k.Remember(l.podAddr(to), to, l.steering.Generation()))
 			fd, syns := l.connect(t, to, nil)
 			far, peer := accept(t, server)
 			if syns != 0 {
@@ -117,7 +125,7 @@ func TestNetnsSteerRemembersDestinations(t *testing.T) {
 			}
 
 			refused := netip.AddrPortFrom(tt.remote, 8081)
-			must(t, l.k.Remember(refused, l.steering.Generation()))
+			must(t, l.k.Remember(l.podAddr(refused), refused, l.steering.Generation()))
 			_, syns = l.connect(t, refused, unix.ECONNREFUSED)
 			if syns != 0 {
 				t.Errorf("%d SYNs of a flow to a port that refuses, want none", syns)
@@ -135,7 +143,7 @@ func TestNetnsSteerRemembersDestinations(t *testing.T) {
 			if _, syns = l.connect(t, to, nil); syns != 1 {
 				t.Errorf("%d SYNs after all was forgotten, want one", syns)
 			}
-			must(t, l.k.Remember(to, old)) // decided by a state that has changed meanwhile
+			must(t, l.k.Remember(l.podAddr(to), to, old)) // decided by a state that has changed meanwhile
 			if _, syns = l.connect(t, to, nil); syns != 1 {
 				t.Errorf("%d SYNs to what an older state decided, want one", syns)
 			}
@@ -148,7 +156,7 @@ func TestNetnsSteerForgetsInTime(t *testing.T) {
 	l := newRememberingLab(t, false, time.Nanosecond)
 	to := netip.AddrPortFrom(remote4, 8080)
 	listenerOf(t, l.remote, to, 0)
-	must(t, l.k.Remember(to, l.steering.Generation()))
+	must(t, l.k.Remember(l.podAddr(to), to, l.steering.Generation()))
 	if _, syns := l.connect(t, to, nil); syns != 1 {
 		t.Errorf("%d SYNs after the time is over, want one", syns)
 	}
@@ -161,7 +169,7 @@ func TestNetnsSteerRememberedSocketUsedAgain(t *testing.T) {
 	to, refused := netip.AddrPortFrom(remote4, 8080), netip.AddrPortFrom(remote4, 9090)
 	server := listenerOf(t, l.remote, to, 0)
 	listenerOf(t, l.remote, refused, 0)
-	must(t, l.k.Remember(to, l.steering.Generation()))
+	must(t, l.k.Remember(l.podAddr(to), to, l.steering.Generation()))
 	fd, _ := l.connect(t, to, nil)
 	far, _ := accept(t, server)
 	closeNow(t, far) // the socket has received a FIN
@@ -185,5 +193,29 @@ func TestNetnsSteerRememberedSocketUsedAgain(t *testing.T) {
 	}
 	if err := (&dial{fd, refused}).wait(t, 3000); !errors.Is(err, unix.ECONNREFUSED) || l.agent.syns.Load() != before+1 {
 		t.Errorf("connect to where nothing is remembered: %v with %d SYNs, want it refused with one", err, l.agent.syns.Load()-before)
+	}
+}
+
+// Neither a socket that is bound to the interface, which may lead elsewhere, nor one with another address goes by what is remembered.
+func TestNetnsSteerRemembersNoMoreThanWasDecided(t *testing.T) {
+	t.Parallel()
+	l := newRememberingLab(t, false, time.Minute)
+	to := netip.AddrPortFrom(remote4, 8080)
+	server := listenerOf(t, l.remote, to, 0)
+	must(t, l.k.Remember(netip.MustParseAddr("10.78.0.99"), to, l.steering.Generation()))
+	if _, syns := l.connect(t, to, nil); syns != 1 {
+		t.Errorf("%d SYNs from another address than the one that is remembered, want one", syns)
+	}
+	accept(t, server)
+	must(t, l.k.Remember(pod4, to, l.steering.Generation()))
+	bound := startDial(t, l.pod, netip.AddrPort{}, to, func(fd int) error { return unix.BindToDevice(fd, "eth0") })
+	if err := bound.wait(t, 300); !errors.Is(err, unix.EINPROGRESS) {
+		t.Errorf("connect of a socket that is bound to the interface: %v, want no answer", err)
+	}
+	if ready(server, unix.POLLIN, 100) {
+		t.Error("the server has a connection that was not decided about")
+	}
+	if _, syns := l.connect(t, to, nil); syns != 0 {
+		t.Errorf("%d SYNs of a socket that is not bound, want none", syns)
 	}
 }

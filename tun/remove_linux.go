@@ -115,7 +115,7 @@ func (s *setup) cutDelivered() error {
 		return fmt.Errorf("sockets: %w", err)
 	}
 	for _, d := range cut {
-		if err := d.destroy(); errors.Is(err, unix.EOPNOTSUPP) {
+		if err := diag(nil).destroy(&d); errors.Is(err, unix.EOPNOTSUPP) {
 			s.log.Warn("connections that ztun carried are left to the network: the kernel cannot end them", "sockets", len(cut))
 			break
 		} else if err != nil && !errors.Is(err, os.ErrNotExist) {

@@ -40,6 +40,7 @@ type setup struct {
 	before   []sysctl
 	markedBy string
 	watch    *Addresses
+	diag     diag
 	cookie   uint64
 	steerer  netnsSteerer // nil without Config.Steering
 	nft      *nftNetns    // the same, by nft
@@ -75,7 +76,7 @@ func (s *setup) run(ctx context.Context) (err error) {
 	steps := []func() error{
 		s.inspect, s.findCookie, s.openDevice, s.keepState, s.configureDevice, s.setSysctls, s.setMark, s.steer,
 		s.eachFamily(s.setRoutes), s.enrolRunning, s.eachFamily(s.setRules), s.enrolRunning, s.setGuard, s.watchOlder,
-		func() error { return s.selfCheck(ctx) }, s.watchAddresses,
+		func() error { return s.selfCheck(ctx) }, s.watchAddresses, s.openDiag,
 	}
 	for _, step := range steps {
 		if err := ctx.Err(); err != nil {

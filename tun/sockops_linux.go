@@ -80,11 +80,11 @@ type flowDecision struct {
 
 // A destinationKey is its struct destination.
 type destinationKey struct {
-	Addr  [16]byte
-	Port  [2]byte // big endian
-	_     uint16
-	_     uint32
-	Netns uint64
+	Src, Dst [16]byte
+	Port     [2]byte // big endian
+	_        uint16
+	_        uint32
+	Netns    uint64
 }
 
 // A remembered is its struct remembered.
@@ -392,8 +392,8 @@ func (n *sockopsNetns) steer(src, dst netip.AddrPort, w Way, out int) error {
 	return n.b.maps.Flows.Put(unsafe.Pointer(&key), unsafe.Pointer(&d)) // as they are: 2 µs less (measured)
 }
 
-func (n *sockopsNetns) remember(dst netip.AddrPort, d time.Duration, generation uint64) error {
-	key := destinationKey{Addr: dst.Addr().As16(), Netns: n.cookie}
+func (n *sockopsNetns) remember(src netip.Addr, dst netip.AddrPort, d time.Duration, generation uint64) error {
+	key := destinationKey{Src: src.As16(), Dst: dst.Addr().As16(), Netns: n.cookie}
 	binary.BigEndian.PutUint16(key.Port[:], dst.Port())
 	return n.b.maps.Destinations.Put(&key, &remembered{Until: uint64(monotonic() + d), Generation: generation})
 }

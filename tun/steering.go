@@ -92,3 +92,9 @@ type SocketInfo struct {
 	Retransmits   uint32 // segments, in all
 	RTT           uint32 // smoothed, in microseconds
 }
+
+// Opening reports whether the socket's SYN, or its answer to one, was not answered yet.
+func (i SocketInfo) Opening() bool {
+	const synSent, synRecv, newSynRecv = 2, 3, 12 // include/net/tcp_states.h
+	return i.State == synSent || i.State == synRecv || i.State == newSynRecv
+}

@@ -56,7 +56,7 @@ type netnsSteerer interface {
 
 // A netnsRememberer is a rememberer in one netns.
 type netnsRememberer interface {
-	remember(dst netip.AddrPort, d time.Duration, generation uint64) error
+	remember(src netip.Addr, dst netip.AddrPort, d time.Duration, generation uint64) error
 }
 
 // backends in the order in which auto tries them, but for those that are taken by name only.
@@ -274,15 +274,15 @@ func (k *Kernel) Steer(src, dst netip.AddrPort, w Way) error {
 	return nil
 }
 
-// Remember has further connections of the netns to dst go to the network without being seen, as if each had been decided about and
+// Remember has further connections of the netns from src to dst, of sockets that are bound to no interface, go to the network without being seen, as if each had been decided about and
 // steered: for SteeringConfig.Remember, and until Steering.Forget. generation is that of [Steering.Generation]. It does nothing where
 // nothing is remembered.
-func (k *Kernel) Remember(dst netip.AddrPort, generation uint64) error {
+func (k *Kernel) Remember(src netip.Addr, dst netip.AddrPort, generation uint64) error {
 	n, can := k.steerer.(netnsRememberer)
 	if !can || k.cfg.Steering.cfg.Remember <= 0 {
 		return nil
 	}
-	if err := n.remember(dst, k.cfg.Steering.cfg.Remember, generation); err != nil {
+	if err := n.remember(src, dst, k.cfg.Steering.cfg.Remember, generation); err != nil {
 		return fmt.Errorf("tun: netns %s: remember %s: %w", k.cfg.Netns, dst, err)
 	}
 	return nil

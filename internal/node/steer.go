@@ -150,8 +150,8 @@ func (s *steerer) Destroy(local, remote netip.AddrPort) error {
 }
 
 // Remember implements proxy.Kernel.
-func (s *steerer) Remember(dst netip.AddrPort, generation uint64) error {
-	return s.device.Remember(dst, generation)
+func (s *steerer) Remember(src netip.Addr, dst netip.AddrPort, generation uint64) error {
+	return s.device.Remember(src, dst, generation)
 }
 
 // Generation implements proxy.Kernel.
@@ -167,7 +167,7 @@ func (s *steerer) Forget(f stack.Flow) { s.stack.Ended(f) }
 func (s *steerer) GiveUp(f stack.Flow, local, remote netip.AddrPort) bool {
 	i, err := s.device.SocketOf(local, remote)
 	switch {
-	case err == nil && !isOpening(i.State), err != nil && !errors.Is(err, os.ErrNotExist):
+	case err == nil && !i.Opening(), err != nil && !errors.Is(err, os.ErrNotExist):
 		return false
 	case err == nil && s.inbound(f):
 		_ = s.device.DestroySocket(local, remote) // it may have come to be meanwhile, or be gone
@@ -177,28 +177,43 @@ func (s *steerer) GiveUp(f stack.Flow, local, remote netip.AddrPort) bool {
 	return true
 }
 
-// isOpening reports whether a socket's SYN, or its answer to one, was not answered yet.
-func isOpening(state uint8) bool {
-	const newSynRecv = 12 // TCP_NEW_SYN_RECV, include/net/tcp_states.h
-	return state == unix.BPF_TCP_SYN_SENT || state == unix.BPF_TCP_SYN_RECV || state == newSynRecv
-}
-
 // adopt begins the records of what the kernel has carried for an earlier process.
 // Its counts are those of before, so that nothing is counted twice. What was there before the capture keeps the path that it has.
 func (s *steerer) adopt(p *proxy.Proxy) (int, error) {
-	found, err := s.device.HandedBack()
+	list, err := s.handedBack(func(tun.HandedBack) bool { return true })
 	if err != nil {
 		return 0, err
 	}
+	return p.Adopt(list, s.device.Adopted()), nil
+}
+
+// recover begins the records of connections that were given up, and came to be after all.
+func (s *steerer) recover(p *proxy.Proxy) error {
+	list, err := s.handedBack(func(h tun.HandedBack) bool { return h.Mark&tun.ApplicationMark != 0 })
+	if err == nil {
+		p.AdoptUnknown(list)
+	}
+	return err
+}
+
+// handedBack lists what the kernel carries, of which it keeps some.
+func (s *steerer) handedBack(keep func(tun.HandedBack) bool) ([]proxy.CarriedFlow, error) {
+	found, err := s.device.HandedBack()
+	if err != nil {
+		return nil, err
+	}
 	list := make([]proxy.CarriedFlow, 0, len(found))
 	for _, h := range found {
+		if !keep(h) {
+			continue
+		}
 		f := proxy.CarriedFlow{Flow: stack.Flow{Proto: stack.TCP, Src: h.Src, Dst: h.Dst}, Inbound: h.Inbound, Received: withoutSYN(h.BytesAcked), Sent: h.BytesReceived}
 		if h.Inbound {
 			f.Received, f.Sent = h.BytesReceived, h.BytesAcked
 		}
 		list = append(list, f)
 	}
-	return p.Adopt(list, s.device.Adopted()), nil
+	return list, nil
 }
 
 // withoutSYN are the acknowledged bytes of who opened a connection.
@@ -211,7 +226,7 @@ func (s *steerer) sockets(f func(proxy.KernelSocket)) error {
 			return
 		}
 		f(proxy.KernelSocket{
-			Local: local, Remote: remote, Established: !isOpening(i.State),
+			Local: local, Remote: remote, Established: !i.Opening(),
 			Received: i.BytesReceived, Sent: i.BytesAcked,
 		})
 	})
@@ -250,7 +265,11 @@ func (n *Node) watchCarried(ctx context.Context) {
 			if l == nil || l.steerer == nil {
 				continue
 			}
-			if err := l.proxy.Look(l.steerer.sockets); err != nil && !errors.Is(err, net.ErrClosed) {
+			err := l.proxy.Look(l.steerer.sockets)
+			if l.proxy.Evicted() > 0 {
+				err = errors.Join(err, l.steerer.recover(l.proxy))
+			}
+			if err != nil && !errors.Is(err, net.ErrClosed) {
 				p.log.Warn("sockets of the pod not listed: what the kernel carries of it is not counted", "error", err.Error())
 			}
 		}

@@ -58,9 +58,10 @@ struct {
 	__type(value, struct handed);
 } handed_back SEC(".maps");
 
-// A destination is where flows of a netns may go without being decided about one by one.
+// A destination is where flows of a netns may go without being decided about one by one, and from which address.
 struct destination {
-	__u32 addr[4];
+	__u32 src[4];
+	__u32 dst[4];
 	__be16 port;
 	__u16 pad;
 	__u32 pad2;
@@ -116,17 +117,21 @@ struct {
 	__type(value, __u64);
 } lost SEC(".maps");
 
-static __always_inline bool tell(const struct end *e)
+static __always_inline bool put(const struct end *e)
+{
+	return bpf_ringbuf_output(&ends, (void *)e, sizeof(*e), 0) == 0;
+}
+
+static __always_inline void tell(const struct end *e)
 {
 	__u32 zero = 0;
 	__u64 *n;
 
-	if (!bpf_ringbuf_output(&ends, (void *)e, sizeof(*e), 0))
-		return true;
+	if (put(e))
+		return;
 	n = bpf_map_lookup_elem(&lost, &zero);
 	if (n)
 		__sync_fetch_and_add(n, 1);
-	return false;
 }
 
 SEC("tc")
@@ -326,13 +331,16 @@ static __always_inline bool begin(struct bpf_sock_ops *ctx, struct bpf_sock *sk)
 	__u32 zero = 0;
 	__u64 *now;
 
+	if (sk->bound_dev_if) // it goes where that leads
+		return false;
 	socket_flow(ctx, &e.flow, true);
-	__builtin_memcpy(to.addr, e.flow.dst, sizeof(to.addr));
+	__builtin_memcpy(to.src, e.flow.src, sizeof(to.src));
+	__builtin_memcpy(to.dst, e.flow.dst, sizeof(to.dst));
 	to.port = e.flow.dport;
 	to.netns = e.flow.netns;
 	r = bpf_map_lookup_elem(&destinations, &to);
 	now = bpf_map_lookup_elem(&generation, &zero);
-	if (!r || !now || r->generation != *now || r->until < bpf_ktime_get_ns() || !tell(&e))
+	if (!r || !now || r->generation != *now || r->until < bpf_ktime_get_ns() || !put(&e))
 		return false;
 	hand_back(ctx, sk, TO_NETWORK);
 	return true;
@@ -427,10 +435,12 @@ static __always_inline int sockets(struct bpf_sock_ops *ctx, bool btf)
 		m = sk->mark & own_mask;
 		if (sk->mark & APPLICATION) {
 			mark(ctx, sk, 0); // the kernel looks for the route after this
-			bpf_sk_storage_delete(&handed_back, sk);
 			m = 0;
 		}
-		if (m != own_mark && m != deliver_mark && !(remembers && begin(ctx, sk)))
+		if (m == own_mark || m == deliver_mark)
+			return 1; // ztun's own
+		bpf_sk_storage_delete(&handed_back, sk); // of an earlier connection of the socket
+		if (!remembers || !begin(ctx, sk))
 			watch(ctx, true);
 		return 1;
 	case BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB: // before the ACK, which takes the decided way already
