@@ -24,6 +24,7 @@ const (
 type Config struct {
 	Loops  int // threads; 0 means 1
 	Sparse int // further threads, to which tasks that move little keep; 0: all threads are alike
+	Cores  int // of the machine, which the threads of bulk tasks share with what they serve; 0 means runtime.NumCPU()
 
 	Slice int              // bytes that one turn moves each way; 0 means 128 KiB
 	Now   func() time.Time // the clock of timers and deadlines; required
@@ -54,8 +55,8 @@ func New(cfg Config) (*Group, error) {
 	if cfg.Now == nil {
 		return nil, errors.New("loop: config: no clock")
 	}
-	if cfg.Loops < 0 || cfg.Sparse < 0 || cfg.Slice < 0 {
-		return nil, fmt.Errorf("loop: config: loops %d, sparse %d, slice %d: must not be negative", cfg.Loops, cfg.Sparse, cfg.Slice)
+	if cfg.Loops < 0 || cfg.Sparse < 0 || cfg.Slice < 0 || cfg.Cores < 0 {
+		return nil, fmt.Errorf("loop: config: loops %d, sparse %d, slice %d, cores %d: must not be negative", cfg.Loops, cfg.Sparse, cfg.Slice, cfg.Cores)
 	}
 	g := newGroup(cfg)
 	for _, l := range g.loops {
@@ -80,6 +81,9 @@ func newGroup(cfg Config) *Group {
 	}
 	if cfg.Loops == 0 {
 		cfg.Loops = 1
+	}
+	if cfg.Cores == 0 {
+		cfg.Cores = runtime.NumCPU()
 	}
 	g := &Group{cfg: cfg, ran: threadTime}
 	g.stopped, g.stop = context.WithCancel(context.Background())

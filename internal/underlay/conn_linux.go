@@ -130,8 +130,8 @@ func (c *Conn) TryWritev(bufs [][]byte) (int, error) {
 
 // A peer is near when its round trip has been seen to take at most nearRoundTrip: what nearBacklog holds is then enough for 8 Gbit/s.
 const (
-	nearRoundTrip = 1000    // µs
-	nearBacklog   = 1 << 20 // bytes, of which the kernel takes twice as much memory for its own needs too
+	nearRoundTrip = 500       // µs
+	nearBacklog   = 512 << 10 // bytes, of which the kernel takes twice as much memory for its own needs too; 1 MiB: a third longer, as fast (measured)
 )
 
 // BoundBacklog implements loop.Backlogged. The kernel's own bound, tcp_rmem, is 32 MiB; a reader that is slower than its peer had 4 to
