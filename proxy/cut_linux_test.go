@@ -110,6 +110,7 @@ type cutBench struct {
 	cuts     chan int // how many connections a change closed, once they have gone
 	listener net.Listener
 	dialing  sync.Mutex
+	after    []*workload.Policy // what applies, and the one that denies half
 	flows    []*cutFlow
 }
 
@@ -177,7 +178,8 @@ func newCutBench(tb testing.TB, others int) *cutBench {
 	if b.group, err = loop.New(loop.Config{Loops: 2, Sparse: 1, Now: time.Now, StopTimeout: time.Minute}); err != nil {
 		tb.Fatal(err)
 	}
-	before, _ := cutPolicies(others)
+	before, after := cutPolicies(others)
+	b.after = after
 	b.set(before)
 	b.conns, err = NewConnections(ConnectionsConfig{Store: b.store, Group: b.group, Log: slog.New(cutLog{Handler: slog.DiscardHandler, cuts: b.cuts})})
 	if err != nil {
@@ -435,14 +437,13 @@ func BenchmarkPolicyCut(b *testing.B) {
 				bench.open(c.conns, c.sockets)
 				bench.passAround(bench.flows)
 				runtime.GC()
-				_, after := cutPolicies(c.policies - 1)
 				stop := bench.watch(waits, "idle-")
 				time.Sleep(500 * time.Millisecond)
 				stop()
 				stop = bench.watch(waits, "")
 				b.StartTimer()
 				from := time.Now()
-				bench.set(after)
+				bench.set(bench.after)
 				n := <-bench.cuts
 				took += time.Since(from)
 				b.StopTimer()

@@ -165,7 +165,7 @@ func connectMeasurement(workers int) measurement {
 			if err := runTool(ctx, p.client, d, &r, "bench-connect", "-addr", p.small(), "-workers", fmt.Sprint(workers), "-time", d.String()); err != nil {
 				return nil, err
 			}
-			if r.Failed > r.Connections/mostFailed {
+			if r.Failed > max(1, r.Connections/mostFailed) {
 				return nil, fmt.Errorf("benchnet: %d of %d connections failed, the first: %s", r.Failed, r.Failed+r.Connections, r.FirstError)
 			}
 			return []figure{{name, float64(r.Connections) / r.Seconds}}, nil
