@@ -214,6 +214,8 @@ func (n *nftNetns) write(had bool) error {
 				addr = nftables.TypeIP6Addr
 			}
 			pair[i] = &nftables.Set{
+				// Of this transaction only. One that AddSet finds is the next of a number that all connections share without a lock.
+				ID:    uint32(w)*2 + uint32(i) + 1,
 				Table: n.table, Name: name + version, Concatenation: true,
 				KeyType: nftables.MustConcatSetType(addr, nftables.TypeInetService, addr, nftables.TypeInetService),
 			}

@@ -20,10 +20,11 @@ func TestNetnsSlowReader(t *testing.T) { eachBackend(t, checkSlowReader) }
 func checkSlowReader(t *testing.T, b *bed) {
 	const (
 		mib    = 1 << 20
-		window = 4 * mib           // HTTP2_STREAM_WINDOW_SIZE
-		flow   = window + mib      // what one node may hold of it
-		kernel = 6*mib + 2*4*mib   // the largest buffers that two sockets of a kernel have by default, and those of the tunnel's
-		most   = 2*flow + 2*kernel // that the sender may get rid of
+		window = 4 * mib             // HTTP2_STREAM_WINDOW_SIZE
+		hand   = mib / 4             // what the tunnel and the relay have in hand: buffers of up to 64 KiB
+		flow   = window + mib + hand // what one node may hold of it: with the netstack's buffer
+		kernel = 6*mib + 2*4*mib     // the largest buffers that two sockets of a kernel have by default, and those of the tunnel's
+		most   = 2*flow + 2*kernel   // that the sender may get rid of
 	)
 	a, z := b.start(0), b.start(1)
 	for _, tt := range []struct {
