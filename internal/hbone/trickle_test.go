@@ -120,7 +120,6 @@ func TestTinyWrites(t *testing.T) {
 			})
 		})
 		const writes = 100_000
-		begun := time.Now()
 		for range writes {
 			if _, err := app.Write([]byte("x")); err != nil {
 				t.Fatal(err)
@@ -133,9 +132,9 @@ func TestTinyWrites(t *testing.T) {
 			if r.err != nil || r.size != writes {
 				t.Errorf("%d bytes, %v; want %d", r.size, r.err, writes)
 			}
-			// One for each millisecond, had it been sent at once; more time, more frames.
-			if most := tinyFrames + int(time.Since(begun)/tricklePause) + 100; r.frames > most {
-				t.Errorf("%d frames in %v, want at most %d", r.frames, time.Since(begun), most)
+			// Some hundred on an idle machine; 4,000 to 8,000 where each is sent at once.
+			if most := writes / 50; r.frames > most {
+				t.Errorf("%d frames, want at most %d", r.frames, most)
 			}
 		case <-time.After(30 * time.Second):
 			t.Fatal("stuck")
