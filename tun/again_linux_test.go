@@ -136,6 +136,66 @@ func TestNetnsSteerSocketUsedAgain(t *testing.T) {
 	})
 }
 
+// A program reads the mark of a socket of its own whose connection the kernel carries, which takes no privilege, and gives it to others, for which
+// CAP_NET_RAW will do. Neither do they leave the mesh by it nor does a listener take what was not decided about.
+func TestNetnsSteerMarkIsNoSecret(t *testing.T) {
+	t.Parallel()
+	eachBPFMode(t, func(t *testing.T, mode string, pod, remote netip.Addr) {
+		l := newSteeredLab(t, mode, func(_, dst netip.AddrPort) Way {
+			switch dst.Port() {
+			case 8080:
+				return ToNetwork
+			case 83:
+				return ToApplication
+			}
+			return refuse
+		})
+		allowed, refused, at := netip.AddrPortFrom(remote, 8080), netip.AddrPortFrom(remote, 9090), netip.AddrPortFrom(pod, 83)
+		server, other, app := listenerOf(t, l.remote, allowed, 0), listenerOf(t, l.remote, refused, 0), listenerOf(t, l.pod, at, 0)
+		out, in := startDial(t, l.pod, netip.AddrPort{}, allowed, nil), startDial(t, l.remote, netip.AddrPort{}, at, nil)
+		must(t, errors.Join(out.wait(t, 3000), in.wait(t, 3000)))
+		accept(t, server)
+		accepted, _ := accept(t, app)
+		marks := map[int]bool{testOwn: true, testOwn | applicationBit: true, testDeliver: true}
+		for _, fd := range []int{out.fd, accepted} {
+			m, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK)
+			must(t, err)
+			if uint32(m)&testSecret != 0 {
+				t.Errorf("an application's socket has the mark %#x, with bits of the secret", uint32(m))
+			}
+			if m != 0 {
+				marks[int(uint32(m))], marks[m&DefaultMarkMask] = true, true
+			}
+		}
+		set := func(mark int) func(fd int) error {
+			return func(fd int) error {
+				return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(int32(uint32(mark))))
+			}
+		}
+		port := uint16(7000)
+		for mark := range marks {
+			for what, prepare := range map[string]func(fd int) error{
+				"": set(mark),
+				"bound to the interface, ": func(fd int) error {
+					return errors.Join(set(mark)(fd), unix.SetsockoptString(fd, unix.SOL_SOCKET, unix.SO_BINDTODEVICE, "eth0"))
+				},
+			} {
+				d := startDial(t, l.pod, netip.AddrPort{}, refused, prepare)
+				if err := d.wait(t, 300); err == nil || ready(other, unix.POLLIN, 0) {
+					t.Errorf("%sa socket with the mark %#x: %v; it must not be connected", what, uint32(mark), err)
+				}
+			}
+			port++
+			listenerOf(t, l.pod, netip.AddrPortFrom(pod, port), int(int32(uint32(mark))))
+			before := l.agent.syns.Load()
+			d := startDial(t, l.remote, netip.AddrPort{}, netip.AddrPortFrom(pod, port), nil)
+			if err := d.wait(t, 2000); !errors.Is(err, unix.ECONNREFUSED) || l.agent.syns.Load() == before {
+				t.Errorf("to a listener with the mark %#x: %v with %d SYNs asked about, want it refused", uint32(mark), err, l.agent.syns.Load()-before)
+			}
+		}
+	})
+}
+
 // Of the connections that are older than the capture those of the pod with itself are nobody's business, and who opened the others is told by
 // the SYN, whatever ports they have.
 func TestNetnsHandedBack(t *testing.T) {

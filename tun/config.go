@@ -13,14 +13,20 @@ const DefaultMarkMask = 0xfff
 // there is BPF. No rule looks at it.
 const ApplicationMark = 1 << 31
 
-// Marks are the packet marks that tell ztun's own sockets from the application's. Both have to be non-zero, different and
+// Marks are the packet marks that tell ztun's own sockets from the application's. Own and Deliver have to be non-zero, different and
 // inside OwnMask. Who may set a mark (CAP_NET_RAW in the netns) and knows these can leave the mesh, so that in a
-// namespace of its own ztun draws them at random.
+// namespace of its own ztun draws them at random. A program can read the mark of a socket of its own whose connection the kernel
+// carries, but not the Secret, without which BPF lets no connection begin.
 type Marks struct {
 	Own     uint32 // ztun's sockets: their packets and the replies to them are not captured
 	OwnMask uint32 // the bits that count, of Own and Deliver; 0 means DefaultMarkMask
 	Deliver uint32 // sockets that deliver to the application from the client's address: its replies are led back to them
+	Secret  uint32 // further bits, outside of OwnMask and ApplicationMark, that no application's socket has; may be 0
 }
+
+// OwnSocket is the whole mark of ztun's own sockets, but of those that connect to a program in the netns: it would accept a socket with the same
+// mark.
+func (m Marks) OwnSocket() uint32 { return m.Own | m.Secret }
 
 // Config says what to capture, and where.
 type Config struct {

@@ -97,7 +97,7 @@ func TestNetnsSteerKilled(t *testing.T) {
 
 		network, listener, app := netip.AddrPortFrom(remote, portNetwork), netip.AddrPortFrom(remote, portListener), netip.AddrPortFrom(pod, portApplication)
 		server, pods := listenerOf(t, l.remote, network, 0), listenerOf(t, l.pod, app, 0)
-		listenerOf(t, l.remote, listener, 0) // would take what was meant for it in clear
+		outside := listenerOf(t, l.remote, listener, 0) // would take what was meant for it in clear
 		dialOK := func(ns *Netns, to netip.AddrPort) int {
 			t.Helper()
 			d := startDial(t, ns, netip.AddrPort{}, to, nil)
@@ -124,6 +124,11 @@ func TestNetnsSteerKilled(t *testing.T) {
 			}
 		}
 		alive("before")
+		// What their programs make of them when nobody is there to be asked.
+		handed := map[string]int{"outbound": dialOK(l.pod, network)}
+		accept(t, server)
+		dialOK(l.remote, app)
+		handed["inbound"], _ = accept(t, pods)
 
 		kill()
 		alive("killed")
@@ -147,6 +152,15 @@ func TestNetnsSteerKilled(t *testing.T) {
 			}
 		}
 		alive("closed")
+		if mode != SteerByNFT {
+			for what, fd := range handed {
+				dissolve(t, fd)
+				_ = unix.Connect(fd, sockaddrOf(listener))
+				if ready(outside, unix.POLLIN, 200) {
+					t.Errorf("a socket that was handed back, %s, is connected in clear without the process", what)
+				}
+			}
+		}
 
 		cfg.Generation++
 		var ends []EndedFlow

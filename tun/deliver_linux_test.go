@@ -1,6 +1,8 @@
 package tun
 
 import (
+	"encoding/binary"
+	"errors"
 	"fmt"
 	"net/netip"
 	"testing"
@@ -76,5 +78,40 @@ func TestNetnsClientOnAPortOfADelivery(t *testing.T) {
 				})
 			})
 		}
+	}
+}
+
+// What comes by the interface for the application's end of a delivery is not of ztun's end, and the kernel does not get it.
+func TestNetnsSteerWireDoesNotReachADelivery(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []string{SteerBySockops, SteerByTC} {
+		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
+			l := newSteeredLab(t, mode, always(refuse))
+			from, to := netip.AddrPortFrom(remote4, 5000), netip.AddrPortFrom(pod4, 8080)
+			app := listenerOf(t, l.pod, to, 0)
+			delivery := startDial(t, l.pod, netip.AddrPort{}, to, func(fd int) error {
+				return errors.Join(unix.SetsockoptInt(fd, unix.SOL_IP, unix.IP_TRANSPARENT, 1),
+					unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, testDeliver), unix.Bind(fd, sockaddrOf(from)))
+			})
+			must(t, delivery.wait(t, 3000))
+			accepted, _ := accept(t, app)
+			send(t, delivery.fd, accepted, "by ztun")
+
+			raw, err := l.remote.Socket(unix.AF_INET, unix.SOCK_RAW, unix.IPPROTO_RAW)
+			must(t, err)
+			closeAtEnd(t, raw)
+			segment := make([]byte, 40)
+			segment[0], segment[8], segment[9] = 4<<4|5, 64, unix.IPPROTO_TCP
+			copy(segment[12:], from.Addr().AsSlice())
+			copy(segment[16:], to.Addr().AsSlice())
+			binary.BigEndian.PutUint16(segment[20:], from.Port())
+			binary.BigEndian.PutUint16(segment[22:], to.Port())
+			segment[32], segment[33] = 5<<4, 1<<4 // an ACK
+			before := l.agent.other.Load()
+			must(t, unix.Sendto(raw, segment, 0, sockaddrOf(to)))
+			waitFor(t, "the segment on the device", func() bool { return l.agent.other.Load() > before })
+			send(t, accepted, delivery.fd, "and back")
+		})
 	}
 }

@@ -207,7 +207,7 @@ func TestNetnsMarkedSocketsGoDirect(t *testing.T) {
 			for _, a := range []netip.Addr{remote4, remote6} {
 				to := netip.AddrPortFrom(a, 8080)
 				listen(t, l.remote, to)
-				fd, err := connect(t, l.pod, to, testOwn, 3000)
+				fd, err := connect(t, l.pod, to, testOwnSocket, 3000)
 				if err != nil {
 					t.Fatalf("marked connect to %s: %v", to, err)
 				}
@@ -252,7 +252,7 @@ func TestNetnsWithoutIngressMarkRepliesAreCaptured(t *testing.T) {
 		defer h.Close()
 		return (&setup{h: h}).removeFilters(ingressFilter)
 	}))
-	if _, err := connect(t, l.pod, to, testOwn, 100); !errors.Is(err, unix.EINPROGRESS) {
+	if _, err := connect(t, l.pod, to, testOwnSocket, 100); !errors.Is(err, unix.EINPROGRESS) {
 		t.Errorf("connect: %v, want a timeout", err)
 	}
 	packets, _ := readAll(t, k, 8, Headroom)
@@ -391,7 +391,7 @@ func TestNetnsOwners(t *testing.T) {
 	}
 	to := netip.AddrPortFrom(remote4, 8080)
 	listen(t, l.remote, to)
-	if _, err := connect(t, l.pod, to, int(cfg.Marks.Own), 3000); err != nil {
+	if _, err := connect(t, l.pod, to, int(cfg.Marks.OwnSocket()), 3000); err != nil {
 		t.Errorf("marked connect after adoption: %v", err)
 	}
 	must(t, k.Unenrol(t.Context())) // restores what the dead owner found
@@ -612,6 +612,7 @@ func TestNetnsErrorsNameTheCause(t *testing.T) {
 		"MTU 500 is not":                   func(c *Config) { c.MTU = 500 },
 		"Marks 0x1 and 0x1 are not":        func(c *Config) { c.Marks = Marks{Own: 1, Deliver: 1} },
 		"Marks 0x1000 and 0x1 are not":     func(c *Config) { c.Marks = Marks{Own: 0x1000, Deliver: 1} },
+		"the Secret 0x80001000 of Marks":   func(c *Config) { c.Marks = Marks{Own: 2, Deliver: 1, Secret: 0x80001000} },
 		"no interface to capture is up":    func(*Config) {},
 	} {
 		cfg := testConfig(ns)

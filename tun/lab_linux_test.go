@@ -30,10 +30,13 @@ var (
 const (
 	testOwn     = 0x2a5
 	testDeliver = 0x15c
+	testSecret  = 0x5a3c4000
+
+	testOwnSocket = testOwn | testSecret // of ztun's own sockets
 )
 
 func testConfig(ns *Netns) Config {
-	return Config{Netns: ns, UID: "5f0c1d2e-test", Generation: 7, Marks: Marks{Own: testOwn, Deliver: testDeliver}}
+	return Config{Netns: ns, UID: "5f0c1d2e-test", Generation: 7, Marks: Marks{Own: testOwn, Deliver: testDeliver, Secret: testSecret}}
 }
 
 // A lab is a pod and a remote host, each a netns with an interface eth0, joined by a cable.

@@ -133,7 +133,7 @@ func TestNetnsLateAddressesAreCaptured(t *testing.T) {
 			if got := k.Addrs(); !slices.Contains(got, tt.pod) || !k.Local(tt.pod) || k.Local(tt.remote) {
 				t.Errorf("Addrs = %v, Local(%s) = %v, Local(%s) = %v", got, tt.pod, k.Local(tt.pod), tt.remote, k.Local(tt.remote))
 			}
-			fd, err := connect(t, l.pod, netip.AddrPortFrom(tt.remote, 8080), testOwn, 3000)
+			fd, err := connect(t, l.pod, netip.AddrPortFrom(tt.remote, 8080), testOwnSocket, 3000)
 			if err != nil {
 				t.Fatalf("marked connect to %s: %v", tt.remote, err)
 			}

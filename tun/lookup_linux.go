@@ -22,9 +22,11 @@ func (l *listenerLookup) attachLookup(prog *ebpf.Program) error {
 		return fmt.Errorf("open %s: %w", threadNetns, err)
 	}
 	defer unix.Close(netns)
-	if l.link, err = link.AttachNetNs(netns, prog); err != nil {
+	attached, err := link.AttachNetNs(netns, prog)
+	if err != nil {
 		return fmt.Errorf("attach the look-up of listeners: %w", err)
 	}
+	l.link = attached
 	return nil
 }
 

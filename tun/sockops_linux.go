@@ -172,7 +172,7 @@ func newSockops(cfg *SteeringConfig) (_ backend, err error) {
 	if err := spec.LoadAndAssign(&b.maps, nil); err != nil {
 		return nil, err
 	}
-	if err := spec.LoadAndAssign(&b.progs, nil); err != nil {
+	if err := spec.LoadAndAssign(&b.progs, &ebpf.CollectionOptions{MapReplacements: b.shared()}); err != nil {
 		return nil, err
 	}
 	sockets, err := b.loadSockets(cfg)
@@ -189,10 +189,11 @@ func newSockops(cfg *SteeringConfig) (_ backend, err error) {
 		return nil, err
 	}
 	defer cgroup.Close()
-	b.link, err = link.AttachRawLink(link.RawLinkOptions{Target: int(cgroup.Fd()), Program: sockets, Attach: ebpf.AttachCGroupSockOps})
+	attached, err := link.AttachRawLink(link.RawLinkOptions{Target: int(cgroup.Fd()), Program: sockets, Attach: ebpf.AttachCGroupSockOps})
 	if err != nil {
 		return nil, fmt.Errorf("attach to the root of cgroup v2: %w", err)
 	}
+	b.link = attached
 	return b, nil
 }
 
@@ -203,7 +204,7 @@ func withMarks(m Marks, load func() (*ebpf.CollectionSpec, error)) (*ebpf.Collec
 		return nil, err
 	}
 	v := spec.Variables
-	return spec, errors.Join(v["own_mark"].Set(m.Own), v["own_mask"].Set(m.OwnMask), v["deliver_mark"].Set(m.Deliver))
+	return spec, errors.Join(v["own_mark"].Set(m.Own), v["own_mask"].Set(m.OwnMask), v["deliver_mark"].Set(m.Deliver), v["secret"].Set(m.Secret))
 }
 
 // loadEnrol loads the program that marks the connections of a netns. It is nil where the kernel cannot iterate over sockets, for which it

@@ -36,6 +36,7 @@ const (
 	steerVarOwnMark         = "own_mark"
 	steerVarOwnMask         = "own_mask"
 	steerVarRemembers       = "remembers"
+	steerVarSecret          = "secret"
 )
 
 // loadSteer returns the embedded CollectionSpec for steer.
@@ -112,6 +113,7 @@ type steerVariableSpecs struct {
 	OwnMark     *ebpf.VariableSpec `ebpf:"own_mark"`
 	OwnMask     *ebpf.VariableSpec `ebpf:"own_mask"`
 	Remembers   *ebpf.VariableSpec `ebpf:"remembers"`
+	Secret      *ebpf.VariableSpec `ebpf:"secret"`
 }
 
 // steerObjects contains all objects after they have been loaded into the kernel.
@@ -166,6 +168,7 @@ type steerVariables struct {
 	OwnMark     *ebpf.Variable `ebpf:"own_mark"`
 	OwnMask     *ebpf.Variable `ebpf:"own_mask"`
 	Remembers   *ebpf.Variable `ebpf:"remembers"`
+	Secret      *ebpf.Variable `ebpf:"secret"`
 }
 
 // steerPrograms contains all programs after they have been loaded into the kernel.

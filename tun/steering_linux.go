@@ -93,6 +93,9 @@ func NewSteering(cfg SteeringConfig) (*Steering, error) {
 		}
 		s, err := cfg.try(b.make)
 		if err == nil {
+			if len(errs) > 0 {
+				cfg.Log.Warn("connections are steered by the second choice", "backend", b.name, "reason", errors.Join(errs...))
+			}
 			return s, nil
 		}
 		errs = append(errs, fmt.Errorf("tun: steering by %s: %w", b.name, err))
@@ -302,6 +305,9 @@ func (m *Marks) complete() error {
 	}
 	if m.Own == 0 || m.Deliver == 0 || m.Own == m.Deliver || (m.Own|m.Deliver)&^m.OwnMask != 0 {
 		return fmt.Errorf("tun: config: Marks %#x and %#x are not two different non-zero values inside %#x", m.Own, m.Deliver, m.OwnMask)
+	}
+	if m.Secret&(m.OwnMask|ApplicationMark) != 0 {
+		return fmt.Errorf("tun: config: the Secret %#x of Marks has bits of %#x", m.Secret, m.OwnMask|ApplicationMark)
 	}
 	return nil
 }

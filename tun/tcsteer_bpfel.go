@@ -29,6 +29,7 @@ const (
 	tcsteerVarNetnsCookie  = "netns_cookie"
 	tcsteerVarOwnMark      = "own_mark"
 	tcsteerVarOwnMask      = "own_mask"
+	tcsteerVarSecret       = "secret"
 )
 
 // loadTcsteer returns the embedded CollectionSpec for tcsteer.
@@ -98,6 +99,7 @@ type tcsteerVariableSpecs struct {
 	NetnsCookie *ebpf.VariableSpec `ebpf:"netns_cookie"`
 	OwnMark     *ebpf.VariableSpec `ebpf:"own_mark"`
 	OwnMask     *ebpf.VariableSpec `ebpf:"own_mask"`
+	Secret      *ebpf.VariableSpec `ebpf:"secret"`
 }
 
 // tcsteerObjects contains all objects after they have been loaded into the kernel.
@@ -142,6 +144,7 @@ type tcsteerVariables struct {
 	NetnsCookie *ebpf.Variable `ebpf:"netns_cookie"`
 	OwnMark     *ebpf.Variable `ebpf:"own_mark"`
 	OwnMask     *ebpf.Variable `ebpf:"own_mask"`
+	Secret      *ebpf.Variable `ebpf:"secret"`
 }
 
 // tcsteerPrograms contains all programs after they have been loaded into the kernel.

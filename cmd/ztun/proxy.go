@@ -19,7 +19,8 @@ func newProxy(env []string) *cobra.Command {
 		Use:   "proxy [ztunnel]",
 		Short: "Serve the pods of this node",
 		Long: `Serve the pods of this node until SIGTERM or SIGINT. Then connections may end, and each pod gets its network back. A second
-SIGINT ends the process at once; its pods stay captured and closed until the next one starts.
+SIGINT ends the process at once; its pods stay captured and closed until the next one starts. SIGHUP has the mesh state file read
+again: it counts for open connections too, and one that is not valid changes nothing.
 
 A setting is taken from its flag, else from its environment variable, else from PROXY_CONFIG, else from the configuration file, else
 from the mesh configuration, else it has its default; "ztun config" shows them. The word "ztunnel" changes nothing: ztunnel is started
@@ -40,10 +41,13 @@ with it.`,
 		}
 		ctx, stop := untilSignal(cmd.Context())
 		defer stop()
+		reload := make(chan os.Signal, 1) // another one that comes while it is read is heeded after that
+		signal.Notify(reload, syscall.SIGHUP)
+		defer signal.Stop(reload)
 		info, _ := debug.ReadBuildInfo()
 		b := readBuild(info)
 		return node.Run(ctx, cfg, node.Options{
-			Stdout: cmd.OutOrStdout(), Stderr: cmd.ErrOrStderr(),
+			Stdout: cmd.OutOrStdout(), Stderr: cmd.ErrOrStderr(), Reload: reload,
 			Build: admin.Build{Version: b.Version, Revision: b.Revision, Modified: b.Modified},
 		})
 	}

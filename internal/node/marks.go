@@ -15,31 +15,43 @@ import (
 // else new ones. They are drawn at random: who may set marks in a pod and knows ours could leave the mesh.
 func loadMarks(dir string, random func() uint64) (tun.Marks, error) {
 	path := filepath.Join(dir, "marks.json")
+	m := tun.Marks{OwnMask: tun.DefaultMarkMask}
 	data, err := os.ReadFile(path)
-	if err == nil {
-		var m tun.Marks
-		if err := json.Unmarshal(data, &m); err != nil || m.Own == 0 || m.Deliver == 0 || m.Own == m.Deliver || (m.Own|m.Deliver)&^m.OwnMask != 0 {
+	switch {
+	case err == nil:
+		if err := json.Unmarshal(data, &m); err != nil || m.Own == 0 || m.Deliver == 0 || m.Own == m.Deliver || (m.Own|m.Deliver)&^m.OwnMask != 0 || m.Secret&^secretBits(m) != 0 {
 			return tun.Marks{}, fmt.Errorf("marks: %s is damaged; remove it (running pods are captured anew)", path)
 		}
-		return m, nil
-	}
-	if !errors.Is(err, fs.ErrNotExist) {
+		if m.Secret != 0 {
+			return m, nil
+		}
+	case !errors.Is(err, fs.ErrNotExist):
 		return tun.Marks{}, fmt.Errorf("marks: %w", err)
 	}
-	m := tun.Marks{OwnMask: tun.DefaultMarkMask}
 	for m.Own == m.Deliver || m.Own == 0 || m.Deliver == 0 {
 		r := random()
 		m.Own, m.Deliver = uint32(r)&m.OwnMask, uint32(r>>32)&m.OwnMask
 	}
-	if data, err = json.Marshal(m); err != nil {
-		return tun.Marks{}, fmt.Errorf("marks: %w", err)
+	for m.Secret == 0 { // in a file of an earlier version, too
+		m.Secret = uint32(random()) & secretBits(m)
 	}
-	// Whole or not at all: the file is written beside and renamed.
-	if err := os.WriteFile(path+".new", data, 0o600); err != nil {
-		return tun.Marks{}, fmt.Errorf("marks: %w", err)
-	}
-	if err := os.Rename(path+".new", path); err != nil {
+	if err := saveMarks(path, m); err != nil {
 		return tun.Marks{}, fmt.Errorf("marks: %w", err)
 	}
 	return m, nil
+}
+
+// secretBits are those that a secret may have.
+func secretBits(m tun.Marks) uint32 { return ^(m.OwnMask | tun.ApplicationMark) }
+
+// saveMarks writes the file whole or not at all: beside, and then renamed.
+func saveMarks(path string, m tun.Marks) error {
+	data, err := json.Marshal(m)
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(path+".new", data, 0o600); err != nil {
+		return err
+	}
+	return os.Rename(path+".new", path)
 }

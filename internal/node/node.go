@@ -65,6 +65,7 @@ type Node struct {
 	generation  uint64
 	workers     int // threads that move bytes
 	rand        func() uint64
+	reload      <-chan os.Signal
 	specs       []podSpec
 	quit        context.CancelCauseFunc // ends the process in order; set by run
 	levels      *telemetry.Levels
@@ -103,6 +104,9 @@ type Options struct {
 	Ports admin.Ports // where the admin server listens, in place of what is configured
 	Build admin.Build // what it and the metrics say of the program
 
+	// Reload has the mesh state read again for each value. One that is not valid is logged, and the state stays as it was. nil: never.
+	Reload <-chan os.Signal
+
 	// FailOpenRoute leaves out the route that holds traffic back when the process is dead, so that a test can see its
 	// detector work. No configuration leads here.
 	FailOpenRoute bool
@@ -126,7 +130,7 @@ func Run(ctx context.Context, cfg *config.Config, o Options) error {
 // build makes everything that does not touch the system.
 func build(cfg *config.Config, o Options) (*Node, error) {
 	n := &Node{
-		cfg: cfg, rand: rand.Uint64, failOpenRoute: o.FailOpenRoute, noICMPRelay: o.NoICMPRelay,
+		cfg: cfg, reload: o.Reload, rand: rand.Uint64, failOpenRoute: o.FailOpenRoute, noICMPRelay: o.NoICMPRelay,
 		generation: uint64(time.Now().UnixNano()), limits: stack.NewLimits(int(cfg.MaxInFlight)), questions: stack.NewLimits(maxQuestions), budget: loop.NewBudget(int64(cfg.BufferLimitBytes)),
 		workers: cfg.WorkerThreads.Count(runtime.NumCPU()),
 	}
@@ -256,9 +260,7 @@ func (n *Node) newPodSpec(p *config.Pod) (podSpec, error) {
 		client: workload.Client{UID: p.UID, Name: p.Name, Namespace: p.Namespace, ServiceAccount: p.ServiceAccount, Node: n.cfg.NodeName},
 		uid:    p.UID, netns: netns,
 	}
-	if n.store.Snapshot().Local(&s.client) == nil {
-		n.log.Warn("the state has no workload of a pod: its connections are refused until it has", "pod", s.String(), "serviceAccount", p.ServiceAccount)
-	}
+	n.warnUnknown(&s)
 	if s.uid == "" {
 		s.uid = p.Namespace + "." + p.Name
 	}
@@ -311,6 +313,7 @@ func (n *Node) run(ctx context.Context) error {
 	g.Go(func() error { return n.group.Run(background) })
 	g.Go(func() error { return n.records.Run(background) })
 	g.Go(func() error { return n.watchPeers(background) })
+	g.Go(func() error { n.heedReloads(background); return nil })
 	g.Go(func() error { return n.conns.Run(background) }) // to the end: what policy denies does not stay open because the node drains
 
 	serving, stopServing := context.WithCancel(background)

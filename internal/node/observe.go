@@ -136,14 +136,16 @@ func (n *Node) Settings() (list []admin.Setting) {
 
 // metrics are those of the node itself.
 type metrics struct {
-	lost prometheus.Counter
+	lost    prometheus.Counter
+	reloads *prometheus.CounterVec
 }
 
 func newMetrics(r prometheus.Registerer, n *Node) *metrics {
 	m := &metrics{lost: prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "ztun_pods_lost_total", Help: "Pods whose capture failed while they were served.",
 	})}
-	r.MustRegister(m.lost, &collector{
+	m.reloads = newReloads()
+	r.MustRegister(m.lost, m.reloads, &collector{
 		n:       n,
 		pods:    prometheus.NewDesc("ztun_pods", "Pods by state and capture backend.", []string{"state", "capture"}, nil),
 		refused: prometheus.NewDesc("ztun_flows_refused_total", "Flows that a limit refused, by reason.", []string{"reason"}, nil),

@@ -41,7 +41,7 @@ func (u *Underlay) listenApplications(addr netip.AddrPort) (*Listener, error) {
 
 // mark gives a socket our mark.
 func (u *Underlay) mark(fd int) error {
-	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(u.cfg.Marks.Own)); err != nil {
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(u.cfg.Marks.OwnSocket())); err != nil {
 		return markError(err)
 	}
 	return nil

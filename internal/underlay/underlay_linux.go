@@ -53,7 +53,7 @@ const notSentLowat = 128 << 10
 
 // Dial connects to dst past the capture, from the pod's own address. Errors are those of connect(2), wrapped.
 func (u *Underlay) Dial(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) {
-	c, err := u.dial(ctx, dst, u.cfg.Marks.Own, nil)
+	c, err := u.dial(ctx, dst, u.cfg.Marks.OwnSocket(), nil)
 	if err != nil {
 		return nil, fmt.Errorf("underlay: connect %s: %w", dst, err)
 	}
@@ -62,7 +62,7 @@ func (u *Underlay) Dial(ctx context.Context, dst netip.AddrPort) (loop.Conn, err
 
 // DialPeer is Dial for tunnels: data that the peer does not acknowledge ends the connection.
 func (u *Underlay) DialPeer(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) {
-	c, err := u.dial(ctx, dst, u.cfg.Marks.Own, u.tuneTunnel)
+	c, err := u.dial(ctx, dst, u.cfg.Marks.OwnSocket(), u.tuneTunnel)
 	if err != nil {
 		return nil, fmt.Errorf("underlay: connect %s: %w", dst, err)
 	}
@@ -89,7 +89,17 @@ func (u *Underlay) DialLoopback(ctx context.Context, dst netip.AddrPort) (loop.C
 	if !dst.Addr().IsLoopback() {
 		return nil, fmt.Errorf("underlay: connect %s: not a loopback address", dst)
 	}
-	return u.Dial(ctx, dst)
+	return u.dialInside(ctx, dst)
+}
+
+// dialInside connects to a program of the pod, from the pod's own address. What accepts the connection gets the mark of its SYN, which its
+// program can read: it is without the secret.
+func (u *Underlay) dialInside(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) {
+	c, err := u.dial(ctx, dst, u.cfg.Marks.Own, nil)
+	if err != nil {
+		return nil, fmt.Errorf("underlay: connect %s: %w", dst, err)
+	}
+	return c, nil
 }
 
 // Ports that deliveries are made from: below the ephemeral range, because the client uses those. A delivery with the client's
@@ -105,7 +115,7 @@ const (
 // connection comes from the pod's own address.
 func (u *Underlay) Deliver(ctx context.Context, client, dst netip.AddrPort) (loop.Conn, error) {
 	if u.cfg.OwnSource || client.Addr() == dst.Addr() || client.Addr().Is4() != dst.Addr().Is4() {
-		return u.Dial(ctx, dst)
+		return u.dialInside(ctx, dst)
 	}
 	var c *Conn
 	var err error

@@ -5,7 +5,7 @@
 // socket, as its mark, and the routing rules do the rest: there is no program and no state in the way of the bytes.
 //
 //	ztun_ingress  interface, in: all TCP but SYNs stays in the kernel, and so do SYNs to ztun's own listeners
-//	ztun_guard    interface, out: TCP without ztun's own mark goes nowhere
+//	ztun_guard    interface, out: TCP without ztun's own mark goes nowhere, and nobody but ztun begins a connection
 //	ztun_device   device, in: the SYN that was written back takes the way that was decided
 //	ztun_lookup   netns: hands the SYN to ztun's listener, whatever its destination
 //	ztun_sockets  all sockets: marks those of the flows, and tells of the end of those that were handed back
@@ -46,6 +46,10 @@ struct {
 struct handed {
 	__u32 way;
 	__u32 fins; // FIN_RECEIVED, FIN_ACKED: counted by the kernel as a byte each
+	// Of one that was begun without user space, whose SYN has the mark of applications: who it leads to, from which port.
+	__u32 dst[4];
+	__be16 sport;
+	__be16 dport;
 };
 
 #define FIN_RECEIVED 1
@@ -140,10 +144,44 @@ int ztun_ingress(struct __sk_buff *skb)
 	return ingress(skb, own_mark);
 }
 
+// application_guard looks at what has ztun's own mark and is not of ztun's own sockets: of connections that the kernel carries. None of them begins
+// here, but those that ztun_sockets has begun. Any other SYN is of a socket whose program has dissolved such a connection while no
+// program was there to take the mark away, or has given the mark to it.
+static __always_inline int application_guard(struct __sk_buff *skb)
+{
+	struct flow f = {};
+	struct bpf_sock *sk;
+	struct handed *h;
+	__u8 flags = 0;
+
+	switch (parse(skb, &f, &flags)) {
+	case OTHER:
+		return hides_syn(skb) ? TC_ACT_SHOT : TC_ACT_UNSPEC;
+	case FRAGMENT:
+		return TC_ACT_UNSPEC;
+	case SEGMENT:
+		break;
+	}
+	if (!is_syn(flags))
+		return TC_ACT_UNSPEC;
+	sk = full(skb);
+	if (!sk)
+		return TC_ACT_SHOT;
+	h = bpf_sk_storage_get(&handed_back, sk, NULL, 0);
+	if (!h || h->sport != f.sport || h->dport != f.dport || h->dst[0] != f.dst[0] || h->dst[1] != f.dst[1] || h->dst[2] != f.dst[2] ||
+	    h->dst[3] != f.dst[3])
+		return TC_ACT_SHOT;
+	return TC_ACT_UNSPEC;
+}
+
 SEC("tc")
 int ztun_guard(struct __sk_buff *skb)
 {
-	return guard(skb);
+	if (skb->mark == (own_mark | secret))
+		return TC_ACT_UNSPEC;
+	if ((skb->mark & own_mask) == own_mark)
+		return application_guard(skb);
+	return unmarked_guard(skb);
 }
 
 // ztun_device deals with what ztun has written to the device. A SYN that nobody has decided about goes nowhere. A RST is
@@ -316,6 +354,7 @@ static __always_inline void hand_back(struct bpf_sock_ops *ctx, struct bpf_sock 
 	if (h) {
 		h->way = way;
 		h->fins = 0; // of an earlier connection of the socket
+		h->sport = 0;
 		watch(ctx, true);
 	}
 	mark(ctx, sk, own_mark | APPLICATION);
@@ -328,6 +367,7 @@ static __always_inline bool begin(struct bpf_sock_ops *ctx, struct bpf_sock *sk)
 	struct destination to = {};
 	struct end e = {.what = BEGUN};
 	struct remembered *r;
+	struct handed *h;
 	__u32 zero = 0;
 	__u64 *now;
 
@@ -340,9 +380,19 @@ static __always_inline bool begin(struct bpf_sock_ops *ctx, struct bpf_sock *sk)
 	to.netns = e.flow.netns;
 	r = bpf_map_lookup_elem(&destinations, &to);
 	now = bpf_map_lookup_elem(&generation, &zero);
-	if (!r || !now || r->generation != *now || r->until < bpf_ktime_get_ns() || !put(&e))
+	if (!r || !now || r->generation != *now || r->until < bpf_ktime_get_ns())
 		return false;
+	h = bpf_sk_storage_get(&handed_back, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
+	if (!h)
+		return false; // the guard would not let its SYN pass
+	if (!put(&e)) {
+		bpf_sk_storage_delete(&handed_back, sk);
+		return false;
+	}
 	hand_back(ctx, sk, TO_NETWORK);
+	__builtin_memcpy(h->dst, e.flow.dst, sizeof(h->dst));
+	h->sport = e.flow.sport;
+	h->dport = e.flow.dport;
 	return true;
 }
 
@@ -433,12 +483,11 @@ static __always_inline int sockets(struct bpf_sock_ops *ctx, bool btf)
 		if (!bpf_map_lookup_elem(&captured, &cookie))
 			return 1;
 		m = sk->mark & own_mask;
-		if (sk->mark & APPLICATION) {
+		// ztun's own, which the delivery mark does not help to leave.
+		if (sk->mark == (own_mark | secret) || (sk->mark & (own_mask | APPLICATION)) == deliver_mark)
+			return 1;
+		if ((sk->mark & APPLICATION) || m == own_mark)
 			mark(ctx, sk, 0); // the kernel looks for the route after this
-			m = 0;
-		}
-		if (m == own_mark || m == deliver_mark)
-			return 1; // ztun's own
 		bpf_sk_storage_delete(&handed_back, sk); // of an earlier connection of the socket
 		if (!remembers || !begin(ctx, sk))
 			watch(ctx, true);

@@ -28,11 +28,13 @@
 volatile const __u32 own_mark = 0x539;
 volatile const __u32 own_mask = 0xfff;
 volatile const __u32 deliver_mark = 0x111;
+volatile const __u32 secret = 0; // bits outside of own_mask
 volatile const __u64 netns_cookie = 0; // of the netns of ztun_device and ztun_lookup
 
 // APPLICATION tells the sockets of applications that have one of ztun's marks from ztun's own. A socket keeps its mark when its program
-// dissolves the connection, connect(AF_UNSPEC), for which it needs no privilege: the next connection is none that was decided about. The bit is
-// outside of own_mask, so that no rule looks at it.
+// dissolves the connection, connect(AF_UNSPEC), for which it needs no privilege: the next connection is none that was decided about. Its program can
+// read the mark, too, and with CAP_NET_RAW give it to others. So what begins a connection goes by the secret, which no application's
+// socket has. Both are outside of own_mask, so that no rule looks at them.
 #define APPLICATION 0x80000000
 
 // Ways, as in tun.Way.
@@ -118,22 +120,51 @@ static __always_inline bool is_syn(__u8 flags)
 	return (flags & (SYN | ACK)) == SYN;
 }
 
-// listener returns the listening socket that f's destination has. No connection has the port 0, so that neither one of the
-// same addresses nor its TIME_WAIT is found in its place. What is returned has to be released.
-static __always_inline struct bpf_sock *listener(struct __sk_buff *skb, const struct flow *f)
+// socket_of returns the socket of f's destination for what comes from port. It has to be released.
+static __always_inline struct bpf_sock *socket_of(struct __sk_buff *skb, const struct flow *f, __be16 port)
 {
 	struct bpf_sock_tuple tuple = {};
 
 	if (skb->protocol == bpf_htons(ETH_P_IP)) {
 		tuple.ipv4.saddr = f->src[3];
 		tuple.ipv4.daddr = f->dst[3];
+		tuple.ipv4.sport = port;
 		tuple.ipv4.dport = f->dport;
 		return bpf_sk_lookup_tcp(skb, &tuple, sizeof(tuple.ipv4), BPF_F_CURRENT_NETNS, 0);
 	}
 	__builtin_memcpy(tuple.ipv6.saddr, f->src, sizeof(f->src));
 	__builtin_memcpy(tuple.ipv6.daddr, f->dst, sizeof(f->dst));
+	tuple.ipv6.sport = port;
 	tuple.ipv6.dport = f->dport;
 	return bpf_sk_lookup_tcp(skb, &tuple, sizeof(tuple.ipv6), BPF_F_CURRENT_NETNS, 0);
+}
+
+// listener returns the listening socket that f's destination has. No connection has the port 0, so that neither one of the
+// same addresses nor its TIME_WAIT is found in its place. What is returned has to be released.
+static __always_inline struct bpf_sock *listener(struct __sk_buff *skb, const struct flow *f)
+{
+	return socket_of(skb, f, 0);
+}
+
+// Deliveries come from ports that the kernel does not choose for clients, up to this one.
+#define LAST_DELIVERY 32767
+
+// is_local_leg reports whether f is of a socket of the application whose other end is ztun: of a connection through the mesh, or of a delivery, which
+// ztun made in the client's name from a port of its own choice. Its segments come by loopback: what comes by an interface is of
+// another connection, or made up. Ports that clients have are not looked at.
+static __always_inline bool is_local_leg(struct __sk_buff *skb, const struct flow *f)
+{
+	struct bpf_sock *sk;
+	bool found;
+
+	if (bpf_ntohs(f->sport) > LAST_DELIVERY)
+		return false;
+	sk = socket_of(skb, f, f->sport);
+	if (!sk)
+		return false;
+	found = sk->state != BPF_TCP_LISTEN && (sk->mark & own_mask) == deliver_mark;
+	bpf_sk_release(sk);
+	return found;
 }
 
 // ingress marks what the kernel keeps: segments with mark. A SYN is kept only for a listener of ztun's, whatever other socket there is: it
@@ -154,13 +185,14 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 mark)
 		break;
 	}
 	if (!is_syn(flags)) {
-		skb->mark = mark;
+		if (!is_local_leg(skb, &f))
+			skb->mark = mark;
 		return TC_ACT_UNSPEC;
 	}
 	sk = listener(skb, &f);
 	if (!sk)
 		return TC_ACT_UNSPEC;
-	if (sk->state == BPF_TCP_LISTEN && (sk->mark & (own_mask | APPLICATION)) == own_mark)
+	if (sk->state == BPF_TCP_LISTEN && sk->mark == (own_mark | secret))
 		skb->mark = own_mark;
 	bpf_sk_release(sk);
 	return TC_ACT_UNSPEC;
@@ -211,12 +243,27 @@ static __always_inline bool is_tcp6(struct __sk_buff *skb, __u8 next)
 	return true;
 }
 
-// guard lets no TCP out that nobody has decided about. Such TCP is not led to the device when its socket is bound to the
-// interface: no route counts then.
-static __always_inline int guard(struct __sk_buff *skb)
+// hides_syn reports whether what parse has not seen to be TCP may be the beginning of a connection, behind extension headers.
+static __always_inline bool hides_syn(struct __sk_buff *skb)
 {
-	if ((skb->mark & own_mask) == own_mark)
-		return TC_ACT_UNSPEC;
+	struct ipv6hdr ip;
+
+	return skb->protocol == bpf_htons(ETH_P_IPV6) && load(skb, 0, &ip, sizeof(ip)) && is_tcp6(skb, ip.nexthdr);
+}
+
+// full returns the socket of an application that sends a packet. What has none is forwarded, or of a connection that is not yet or
+// not any more.
+static __always_inline struct bpf_sock *full(struct __sk_buff *skb)
+{
+	struct bpf_sock *sk = skb->sk;
+
+	return sk ? bpf_sk_fullsock(sk) : NULL;
+}
+
+// unmarked_guard lets no TCP out that nobody has decided about. Such TCP is not led to the device when its socket is bound to the
+// interface: no route counts then.
+static __always_inline int unmarked_guard(struct __sk_buff *skb)
+{
 	if (skb->protocol == bpf_htons(ETH_P_IP)) {
 		struct iphdr ip;
 
@@ -238,7 +285,7 @@ static __always_inline int guard(struct __sk_buff *skb)
 // it, for which it counts a hop: that is given back before.
 static __always_inline int to_network(struct __sk_buff *skb, __u32 interface)
 {
-	skb->mark = own_mark; // both ways look for the route with it
+	skb->mark = own_mark | secret; // both ways look for the route with it
 	if (interface) {
 		if (bpf_skb_change_head(skb, ETH_HLEN, 0)) // a packet of the device has no link-layer header, and no room for one
 			return TC_ACT_SHOT;

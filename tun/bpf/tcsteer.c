@@ -58,15 +58,6 @@ static __always_inline int lead(struct __sk_buff *skb, __u32 way, __u32 interfac
 	return TC_ACT_SHOT;
 }
 
-// full returns the application's socket that sends a packet. What has none is forwarded, or of a connection that is not yet or
-// not any more.
-static __always_inline struct bpf_sock *full(struct __sk_buff *skb)
-{
-	struct bpf_sock *sk = skb->sk;
-
-	return sk ? bpf_sk_fullsock(sk) : NULL;
-}
-
 static __always_inline struct steered *keep(struct bpf_sock *sk, __u32 way, __u32 interface)
 {
 	struct steered *s = bpf_sk_storage_get(&steered, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
@@ -78,8 +69,9 @@ static __always_inline struct steered *keep(struct bpf_sock *sk, __u32 way, __u3
 	return s;
 }
 
-// find returns what was decided about the connection of a segment that is no SYN, and keeps it in the socket.
-static __always_inline struct steered *find(struct bpf_sock *sk, const struct flow *f, bool decisions)
+// find returns what was decided about the connection of a segment that is no SYN, and keeps it in the socket. A RST is no answer to a decision: with
+// it the socket may refuse one that was about an earlier connection of its.
+static __always_inline struct steered *find(struct bpf_sock *sk, const struct flow *f, __u8 flags, bool decisions)
 {
 	struct steered *s = bpf_sk_storage_get(&steered, sk, NULL, 0);
 	struct decision *d;
@@ -92,7 +84,7 @@ static __always_inline struct steered *find(struct bpf_sock *sk, const struct fl
 			bpf_map_delete_elem(&older, f);
 		return s;
 	}
-	if (!decisions)
+	if (!decisions || (flags & RST))
 		return NULL;
 	d = bpf_map_lookup_elem(&flows, f);
 	if (!d || (d->way != TO_NETWORK && d->way != TO_LISTENER))
@@ -120,7 +112,7 @@ static __always_inline int egress(struct __sk_buff *skb, bool decisions)
 		bpf_map_delete_elem(&older, &f);
 		return TC_ACT_UNSPEC;
 	}
-	s = find(sk, &f, decisions);
+	s = find(sk, &f, flags, decisions);
 	if (!s)
 		return TC_ACT_UNSPEC; // user space refuses it
 	return lead(skb, s->way, s->interface);
@@ -195,14 +187,8 @@ static __always_inline int application_guard(struct __sk_buff *skb)
 	__u8 flags = 0;
 
 	switch (parse(skb, &f, &flags)) {
-	case OTHER: {
-		struct ipv6hdr ip;
-
-		// Behind an extension header it may be a SYN.
-		if (skb->protocol == bpf_htons(ETH_P_IPV6) && load(skb, 0, &ip, sizeof(ip)) && is_tcp6(skb, ip.nexthdr))
-			return TC_ACT_SHOT;
-		return TC_ACT_UNSPEC;
-	}
+	case OTHER:
+		return hides_syn(skb) ? TC_ACT_SHOT : TC_ACT_UNSPEC;
 	case FRAGMENT:
 		return TC_ACT_UNSPEC;
 	case SEGMENT:
@@ -221,7 +207,7 @@ static __always_inline int application_guard(struct __sk_buff *skb)
 	if (!s)
 		return TC_ACT_UNSPEC;
 	if (s->way == UNDECIDED) {
-		s = find(sk, &f, true);
+		s = find(sk, &f, flags, true);
 		if (!s)
 			return TC_ACT_SHOT;
 	}
@@ -235,9 +221,11 @@ static __always_inline int application_guard(struct __sk_buff *skb)
 SEC("tc")
 int ztun_guard(struct __sk_buff *skb)
 {
-	if ((skb->mark & (own_mask | APPLICATION)) == (own_mark | APPLICATION))
+	if (skb->mark == (own_mark | secret))
+		return TC_ACT_UNSPEC;
+	if ((skb->mark & own_mask) == own_mark)
 		return application_guard(skb);
-	return guard(skb);
+	return unmarked_guard(skb);
 }
 
 char _license[] SEC("license") = "GPL";
