@@ -186,12 +186,7 @@ func addressOf(w *workload.Workload) netip.Addr {
 
 // addressLike is that of the family of another, if the workload has one: what it is seen to come from by who is at the other.
 func addressLike(w *workload.Workload, other netip.Addr) netip.Addr {
-	for _, a := range w.Addresses {
-		if other.IsValid() && a.Is4() == other.Is4() {
-			return a
-		}
-	}
-	return addressOf(w)
+	return proxy.SourceAddress(w, addressOf(w), other)
 }
 
 func nameOf(w *workload.Workload) string { return w.Namespace + "/" + w.Name }

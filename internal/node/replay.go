@@ -464,8 +464,18 @@ func (r *replayRun) admit(_ context.Context, f *replay.Flow, gateway, t *hbone.T
 	if err != nil || w == nil || !slices.Contains(w.Addresses, dst.Addr()) && !slices.Contains(n.looked, dst.Addr()) {
 		return nil // a waypoint, which decides by itself
 	}
-	self := s.Local(&r.podOf(stack.Flow{Src: f.Src, Dst: f.Dst}).client)
-	v := authz.Evaluate(s, &authz.Request{Source: f.Src, Peer: self.Identity(), Destination: dst, Workload: w, IgnoreMissing: r.cfg.AllowUnknownPolicy})
+	port, err := proxy.ApplicationPort(w, dst.Port())
+	if err != nil {
+		return &hbone.StatusError{Code: http.StatusServiceUnavailable, Reason: proxy.ErrorText(err)}
+	}
+	self, source := s.Local(&r.podOf(stack.Flow{Src: f.Src, Dst: f.Dst}).client), f.Src.Addr()
+	if !slices.Contains(n.looked, t.NextHop.Addr()) { // which has a family by chance
+		source = proxy.SourceAddress(self, source, t.NextHop.Addr())
+	}
+	v := authz.Evaluate(s, &authz.Request{
+		Source: netip.AddrPortFrom(source, f.Src.Port()), Peer: self.Identity(), Destination: netip.AddrPortFrom(dst.Addr(), port), Workload: w,
+		IgnoreMissing: r.cfg.AllowUnknownPolicy,
+	})
 	n.verdict = &v
 	if !v.Allowed {
 		return &hbone.StatusError{Code: http.StatusUnauthorized, Reason: (&proxy.PolicyError{Verdict: v}).Error()}
