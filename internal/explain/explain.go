@@ -43,6 +43,7 @@ type Report struct {
 	Endpoints   []Choice `json:"endpoints,omitempty"`       // of them
 	Waypoints   []Branch `json:"waypoints,omitempty"`       // if there are several by weight; the rest is about the heaviest
 	Route       string   `json:"route,omitempty"`           // a proxy.Route, plaintext (inbound), or not captured
+	Reason      string   `json:"reason,omitempty"`          // why it is not captured, or in plaintext
 	Chosen      string   `json:"chosen,omitempty"`          // one of those that can be
 	Address     string   `json:"chosenAddress,omitempty"`
 	TargetPort  uint16   `json:"targetPort,omitempty"`
@@ -191,35 +192,68 @@ func addressLike(w *workload.Workload, other netip.Addr) netip.Addr {
 
 func nameOf(w *workload.Workload) string { return w.Namespace + "/" + w.Name }
 
-// notCaptured is the route of what no packet comes to ztun of.
-const notCaptured = "not captured"
+// notCaptured is the route of what no packet comes to ztun of, and plaintext that of what comes without an identity.
+const (
+	notCaptured = "not captured"
+	plaintext   = "plaintext"
+)
+
+const (
+	reasonQuestions = "of UDP only questions, to port 53 of other addresses, come to ztun"
+	reasonOwn       = "what a pod sends to itself stays in its kernel"
+	reasonOutside   = "the source is not in the mesh: what it sends goes as it is, without an identity"
+)
+
+// inMesh reports whether a ztun, or another node proxy, captures what a workload sends and gets.
+func inMesh(w *workload.Workload) bool { return w.Protocol == workload.ProtocolHBONE }
+
+// uncaptured says why nothing that a workload sends to an address comes to ztun; "": it does.
+func uncaptured(from *workload.Workload, to netip.Addr) string {
+	switch {
+	case staysInPod(from, to):
+		return reasonOwn
+	case !inMesh(from):
+		return reasonOutside
+	}
+	return ""
+}
+
+// staysInPod reports whether the kernel of a pod delivers to an address by itself.
+func staysInPod(from *workload.Workload, to netip.Addr) bool {
+	return to.IsLoopback() || slices.Contains(from.Addresses, to)
+}
 
 // UDP tells what becomes of datagrams that a workload sends: questions are answered, nothing else is captured.
 func (m Mesh) UDP(from *workload.Workload, to netip.AddrPort) Report {
 	r := Report{From: nameOf(from), FromAddress: addressLike(from, to.Addr()).String(), To: to.String(), UDP: true, Route: notCaptured}
-	if proxy.IsQuestion(to) && !staysInPod(from, to) {
+	switch r.Reason = uncaptured(from, to.Addr()); {
+	case r.Reason != "":
+	case proxy.IsQuestion(to):
 		r.Route = proxy.AnsweredHere.String()
+	default:
+		r.Reason = reasonQuestions
 	}
 	return r
 }
 
-// staysInPod reports whether the kernel of a pod delivers to an address by itself.
-func staysInPod(from *workload.Workload, to netip.AddrPort) bool {
-	return to.Addr().IsLoopback() || slices.Contains(from.Addresses, to.Addr())
-}
-
 // Outbound tells what becomes of a TCP flow that a workload opens.
 func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
+	r := Report{From: nameOf(from), FromAddress: addressLike(from, to.Addr()).String(), To: to.String(), Route: notCaptured}
+	switch r.Reason = uncaptured(from, to.Addr()); {
+	case r.Reason == reasonOutside:
+		m.outside(&r, from, to)
+		return r
+	case r.Reason == reasonOwn && inMesh(from) && proxy.CheckPort(to.Port()) != nil: // there ztun itself may listen
+		r.Route, r.Reason, r.Error = proxy.Refuse.String(), "", proxy.CheckPort(to.Port()).Error()
+		return r
+	case r.Reason != "":
+		return r
+	}
 	var trace proxy.Trace
 	q := proxy.Query{Source: from, From: addressLike(from, to.Addr()), Target: to, Network: m.Network, Avoid: m.Avoid, Trace: &trace}
-	branches, heaviest := m.branches(q)
-	q.Rand = heaviest
+	r.Waypoints, q.Rand = m.branches(q)
 	d := proxy.Classify(m.State, &q)
-	r := Report{From: nameOf(from), FromAddress: q.From.String(), To: to.String(), Route: d.Route.String(), Waypoints: branches}
-	switch {
-	case staysInPod(from, to) && d.Err == nil:
-		return Report{From: r.From, FromAddress: r.FromAddress, To: r.To, Route: notCaptured}
-	case d.Route == proxy.AnsweredHere:
+	if r.Route = d.Route.String(); d.Route == proxy.AnsweredHere {
 		return r
 	}
 	m.describe(&r, from, to, &trace)
@@ -251,6 +285,37 @@ func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 	}
 	m.remote(&r, from, &d, waypoint)
 	return r
+}
+
+// outside tells of a flow from a workload outside the mesh. To a service it comes to any of its endpoints: nobody here picks one.
+func (m Mesh) outside(r *Report, from *workload.Workload, to netip.AddrPort) {
+	trace := proxy.Trace{Service: m.State.ServiceAt(m.Network, to.Addr(), from.Namespace)}
+	if trace.Service == nil {
+		trace.Workload = m.State.WorkloadAt(m.Network, to.Addr())
+	}
+	m.describe(r, from, to, &trace)
+	if w := trace.Workload; w != nil {
+		at := m.Inbound(from, addressLike(from, to.Addr()), w, to)
+		r.Policies, r.Verdict, r.Allowed = at.Policies, at.Verdict, at.Allowed
+	}
+	if trace.Service == nil {
+		return
+	}
+	judged := false
+	for _, e := range m.State.Endpoints(trace.Service.Key()) {
+		w, port := e.Workload, proxy.PortOf(e.Workload, trace.Service, to.Port())
+		if port == 0 || w.Network != m.Network || len(w.Addresses) == 0 {
+			continue
+		}
+		a := addressLike(w, to.Addr())
+		at := m.Inbound(from, addressLike(from, a), w, netip.AddrPortFrom(a, port))
+		if judged && at.Verdict != r.Verdict {
+			r.Policies, r.Verdict, r.Allowed = nil, "not the same at each endpoint: --inbound says it of one", nil
+			return
+		}
+		judged = true
+		r.Policies, r.Verdict, r.Allowed = at.Policies, at.Verdict, at.Allowed
+	}
 }
 
 // describe says what the target is.
@@ -348,13 +413,22 @@ func (m Mesh) remote(r *Report, from *workload.Workload, d *proxy.Decision, wayp
 	m.judge(r, authz.Request{Source: netip.AddrPortFrom(source, 0), Peer: from.Identity(), Destination: d.Target, Workload: d.Destination})
 }
 
-// Inbound tells what policy says of a connection to an address of a workload: over HBONE with the identity of from, or in plaintext from
-// an address.
+// Inbound tells what policy says of a connection to an address of a workload: over HBONE with the identity of from, if both are in the
+// mesh, else in plaintext from an address. from is nil if the source is nobody or hides its identity.
 func (m Mesh) Inbound(from *workload.Workload, source netip.Addr, to *workload.Workload, at netip.AddrPort) Report {
-	r := Report{From: source.String(), To: at.String(), Inbound: true, Destination: "workload " + nameOf(to), Route: "plaintext"}
+	r := Report{From: source.String(), To: at.String(), Inbound: true, Destination: "workload " + nameOf(to), Route: plaintext}
 	req := authz.Request{Source: netip.AddrPortFrom(source, 0), Destination: at, Workload: to}
 	if from != nil {
-		r.From, r.FromAddress, r.Route, req.Peer = nameOf(from), source.String(), proxy.OverHBONE.String(), from.Identity()
+		r.From, r.FromAddress = nameOf(from), source.String()
+	}
+	switch {
+	case !inMesh(to):
+		r.Verdict = "the destination is not in the mesh: nobody enforces policy"
+		return r
+	case from != nil && inMesh(from):
+		r.Route, req.Peer = proxy.OverHBONE.String(), from.Identity()
+	case from != nil:
+		r.Reason = reasonOutside
 	}
 	m.judge(&r, req)
 	return r
@@ -545,19 +619,19 @@ func (m Mesh) Matrix(sources []*workload.Workload) (cells []Cell) {
 type Grant struct {
 	From    string `json:"from"` // identity; "": none, in plaintext
 	Port    uint16 `json:"port"`
-	Allowed bool   `json:"allowed"`
+	Allowed bool   `json:"allowed"` // nobody denies it
 	Verdict string `json:"verdict"`
 	Rule    int    `json:"rule,omitempty"` // of the policy in the verdict, from 1
 }
 
-// InboundMatrix tells for each identity of the mesh, and for none, whether it can talk to a workload: on the ports that it serves, those
+// InboundMatrix tells for each identity that a workload in the mesh has, and for none, whether it can talk to a workload: on the ports that it serves, those
 // that its policies name, and further ones. The source's address is that of its first workload; of none there is no address.
 func (m Mesh) InboundMatrix(to *workload.Workload, further ...uint16) (grants []Grant) {
 	ports := m.portsAt(to, further)
 	ask := func(from *workload.Workload, source netip.Addr, name string) {
 		for _, p := range ports {
 			r := m.Inbound(from, source, to, netip.AddrPortFrom(addressOf(to), p))
-			g := Grant{From: name, Port: p, Allowed: *r.Allowed, Verdict: r.Verdict}
+			g := Grant{From: name, Port: p, Allowed: r.Allowed == nil || *r.Allowed, Verdict: r.Verdict}
 			for _, pol := range r.Policies {
 				if pol.Matched && strings.HasSuffix(r.Verdict, ": "+pol.Key) {
 					g.Rule = pol.Rule
@@ -568,7 +642,7 @@ func (m Mesh) InboundMatrix(to *workload.Workload, further ...uint16) (grants []
 	}
 	seen := make(map[workload.Identity]bool)
 	for _, w := range m.State.State().Workloads {
-		if id := w.Identity(); !seen[id] {
+		if id := w.Identity(); inMesh(w) && !seen[id] {
 			seen[id] = true
 			ask(w, addressLike(w, addressOf(to)), id.String())
 		}
@@ -584,16 +658,13 @@ func (m Mesh) portsAt(w *workload.Workload, further []uint16) []uint16 {
 	for _, p := range further {
 		ports[p] = true
 	}
-	for key, own := range w.Services {
+	for key := range w.Services {
 		v := m.State.Service(key)
 		if v == nil {
 			continue
 		}
-		for p, target := range v.Ports {
-			if own[p] != 0 {
-				target = own[p]
-			}
-			if target != 0 {
+		for p := range v.Ports {
+			if target := proxy.PortOf(w, v, p); target != 0 {
 				ports[target] = true
 			}
 		}

@@ -1,6 +1,7 @@
 package explain
 
 import (
+	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
@@ -188,5 +189,110 @@ func TestPolicyIsAskedAsTheDestinationDoes(t *testing.T) {
 		if r.To != tt.to || r.Verdict != tt.want || *r.Allowed != (tt.want == "no allow policies") {
 			t.Errorf("%s: to %s it is %q, allowed %v; want to %s and %q", tt.name, r.To, r.Verdict, *r.Allowed, tt.to, tt.want)
 		}
+	}
+}
+
+const outside = `
+workloads:
+- {uid: k//Pod/shop/cart, name: cart, namespace: shop, serviceAccount: cart, protocol: HBONE, workloadIps: [10.1.0.1], services: {}}
+- {uid: k//Pod/shop/legacy, name: legacy, namespace: shop, serviceAccount: legacy, protocol: TCP, workloadIps: [10.1.0.9], services: {shop/mixed.shop.svc.cluster.local: {80: 80}}}
+- {uid: k//Pod/shop/web, name: web, namespace: shop, serviceAccount: web, protocol: HBONE, workloadIps: [10.1.0.2], authorizationPolicies: [shop/legacy], services: {shop/web.shop.svc.cluster.local: {80: 8080}, shop/mixed.shop.svc.cluster.local: {80: 8080}}}
+- {uid: k//Pod/shop/open, name: open, namespace: shop, serviceAccount: open, protocol: HBONE, workloadIps: [10.1.0.3], services: {}}
+services:
+- {name: web, namespace: shop, hostname: web.shop.svc.cluster.local, vips: [/10.96.0.10], ports: {80: 8080}, waypoint: {destination: /10.1.0.3, hboneMtlsPort: 15008}}
+- {name: mixed, namespace: shop, hostname: mixed.shop.svc.cluster.local, vips: [/10.96.0.11], ports: {80: 8080}}
+policies:
+- {name: legacy, namespace: shop, scope: WorkloadSelector, action: Allow, dryRun: false, rules: [[[{principals: [!Exact cluster.local/ns/shop/sa/legacy]}]]]}
+`
+
+func outsideMesh(t *testing.T) Mesh {
+	t.Helper()
+	st, err := workload.ParseStatic("state", []byte(outside))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return Mesh{State: workload.NewSnapshot(st)}
+}
+
+// A workload outside the mesh has no ztun in front of it: what it sends goes in plaintext, past waypoints, and what it gets nobody asks
+// policy about.
+func TestOutsideTheMesh(t *testing.T) {
+	m := outsideMesh(t)
+	const (
+		denied   = "denied: allow policies exist, but none allowed"
+		enforced = "the destination is not in the mesh: nobody enforces policy"
+	)
+	for _, tt := range []struct {
+		name    string
+		q       Question
+		route   string
+		outcome string // of policy; "": nothing is said
+	}{
+		{"from it to a workload", Question{From: "shop/legacy", To: "10.1.0.2:8080"}, "not captured", denied},
+		{"from it to a workload without policies", Question{From: "shop/legacy", To: "10.1.0.3:80"}, "not captured", "allowed: no allow policies"},
+		{"from it to a port of the proxy", Question{From: "shop/legacy", To: "10.1.0.3:15006"}, "not captured", "denied: attempted recursive call to ourselves"},
+		{"from it to a service with a waypoint", Question{From: "shop/legacy", To: "10.96.0.10:80"}, "not captured", denied},
+		{"from it to a service with different endpoints", Question{From: "shop/legacy", To: "10.96.0.11:80"}, "not captured", "not the same at each endpoint: --inbound says it of one"},
+		{"from it to a port that the service does not have", Question{From: "shop/legacy", To: "10.96.0.10:81"}, "not captured", ""},
+		{"from it to a stranger", Question{From: "shop/legacy", To: "192.0.2.1:80"}, "not captured", ""},
+		{"from it to a resolver", Question{From: "shop/legacy", To: "192.0.2.1:53", UDP: true}, "not captured", ""},
+		{"from it to itself", Question{From: "shop/legacy", To: "10.1.0.9:15001"}, "not captured", ""},
+		{"from it, inbound", Question{From: "shop/legacy", To: "10.1.0.2:8080", Inbound: true}, "plaintext", denied},
+		{"to it", Question{From: "shop/cart", To: "10.1.0.9:80"}, "passthrough", ""},
+		{"to it, inbound", Question{From: "shop/cart", To: "10.1.0.9:80", Inbound: true}, "plaintext", enforced},
+		{"to it from an address, inbound", Question{From: "192.0.2.1", To: "10.1.0.9:15008", Inbound: true, Plaintext: true}, "plaintext", enforced},
+		{"within the mesh", Question{From: "shop/cart", To: "10.1.0.2:8080", Inbound: true}, "HBONE", denied},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			r, err := m.Ask(tt.q)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got := r.Verdict
+			if r.Allowed != nil {
+				got = map[bool]string{true: "allowed: ", false: "denied: "}[*r.Allowed] + got
+			}
+			if r.Route != tt.route || got != tt.outcome || (r.Route == "not captured") != (r.Reason != "" && !r.Inbound) {
+				t.Errorf("route %q, %q; want %q, %q:\n%s", r.Route, got, tt.route, tt.outcome, r.Text())
+			}
+		})
+	}
+}
+
+// Who can talk to a workload: identities of the mesh, and whoever has none.
+func TestInboundMatrixOutsideTheMesh(t *testing.T) {
+	m := outsideMesh(t)
+	for name, want := range map[string][]string{
+		"shop/web": {
+			"spiffe://cluster.local/ns/shop/sa/cart 8080 false", "spiffe://cluster.local/ns/shop/sa/open 8080 false",
+			"spiffe://cluster.local/ns/shop/sa/web 8080 false", " 8080 false",
+		},
+		"shop/legacy": {
+			"spiffe://cluster.local/ns/shop/sa/cart 80 true", "spiffe://cluster.local/ns/shop/sa/open 80 true",
+			"spiffe://cluster.local/ns/shop/sa/web 80 true", " 80 true",
+		},
+	} {
+		to, err := m.Find(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got []string
+		for _, g := range m.InboundMatrix(to) {
+			got = append(got, fmt.Sprint(g.From, " ", g.Port, " ", g.Allowed))
+		}
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", name, diff)
+		}
+	}
+	from, err := m.Find("shop/legacy")
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []Cell{
+		{"shop/legacy", "10.96.0.11:80", "mixed.shop.svc.cluster.local", "not captured"},
+		{"shop/legacy", "10.96.0.10:80", "web.shop.svc.cluster.local", "denied: allow policies exist, but none allowed"},
+	}
+	if diff := cmp.Diff(want, m.Matrix([]*workload.Workload{from})); diff != "" {
+		t.Errorf("flows from it (-want +got):\n%s", diff)
 	}
 }
