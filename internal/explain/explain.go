@@ -4,6 +4,7 @@
 package explain
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -210,17 +211,12 @@ func inMesh(w *workload.Workload) bool { return w.Protocol == workload.ProtocolH
 // uncaptured says why nothing that a workload sends to an address comes to ztun; "": it does.
 func uncaptured(from *workload.Workload, to netip.Addr) string {
 	switch {
-	case staysInPod(from, to):
+	case proxy.StaysInPod(from.Addresses, to):
 		return reasonOwn
 	case !inMesh(from):
 		return reasonOutside
 	}
 	return ""
-}
-
-// staysInPod reports whether the kernel of a pod delivers to an address by itself.
-func staysInPod(from *workload.Workload, to netip.Addr) bool {
-	return to.IsLoopback() || slices.Contains(from.Addresses, to)
 }
 
 // UDP tells what becomes of datagrams that a workload sends: questions are answered, nothing else is captured.
@@ -244,9 +240,13 @@ func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 		m.outside(&r, from, to)
 		return r
 	case r.Reason == reasonOwn && inMesh(from) && proxy.CheckPort(to.Port()) != nil: // there ztun itself may listen
-		r.Route, r.Reason, r.Error = proxy.Refuse.String(), "", proxy.CheckPort(to.Port()).Error()
+		r.refuse(proxy.CheckPort(to.Port()))
 		return r
 	case r.Reason != "":
+		return r
+	}
+	if err := proxy.CheckAddress(to.Addr()); err != nil {
+		r.refuse(err)
 		return r
 	}
 	var trace proxy.Trace
@@ -285,6 +285,10 @@ func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 	}
 	m.remote(&r, from, &d, waypoint)
 	return r
+}
+
+func (r *Report) refuse(err error) {
+	r.Route, r.Reason, r.Error = proxy.Refuse.String(), "", err.Error()
 }
 
 // outside tells of a flow from a workload outside the mesh. To a service it comes to any of its endpoints: nobody here picks one.
@@ -438,7 +442,7 @@ func (m Mesh) Inbound(from *workload.Workload, source netip.Addr, to *workload.W
 func (m Mesh) judge(r *Report, req authz.Request) {
 	port, err := req.Destination.Port(), error(nil)
 	if req.Peer.IsZero() {
-		err = proxy.CheckPort(port)
+		err = cmp.Or(proxy.CheckAddress(req.Source.Addr()), proxy.CheckPort(port))
 	} else {
 		port, err = proxy.ApplicationPort(req.Workload, port)
 	}

@@ -296,3 +296,53 @@ func TestInboundMatrixOutsideTheMesh(t *testing.T) {
 		t.Errorf("flows from it (-want +got):\n%s", diff)
 	}
 }
+
+// Addresses that no flow to ztun has: what stays in the pod, and what no connection can have.
+func TestAddressesThatNeverCome(t *testing.T) {
+	m := mesh(t)
+	const (
+		stays     = "transport   not captured: what a pod sends to itself stays in its kernel"
+		multicast = "refused     no TCP connection has a multicast or broadcast address"
+		linkLocal = "refused     TCP to and from link-local IPv6 addresses is refused: a flow does not say of which interface they are"
+		own       = "refused     attempted recursive call to ourselves"
+	)
+	for _, tt := range []struct {
+		name, to, want string
+	}{
+		{"FP-78/its own address", "10.1.0.1:80", stays},
+		{"FP-78/its own address, IPv6", "[fd00::1]:80", stays},
+		{"FP-78/loopback", "127.0.0.9:80", stays},
+		{"FP-78/loopback, IPv6", "[::1]:80", stays},
+		{"FP-78/a resolver at a loopback address", "127.0.0.53:53", stays},
+		{"FP-78/no address", "0.0.0.0:80", stays},
+		{"FP-78/no address, IPv6", "[::]:80", stays},
+		{"FP-78/a port of the proxy", "0.0.0.0:15001", own},
+		{"FP-75/multicast", "224.0.0.1:80", multicast},
+		{"FP-75/multicast, IPv6", "[ff02::1%eth0]:80", multicast},
+		{"FP-75/broadcast", "255.255.255.255:80", multicast},
+		{"FP-75/link-local", "[fe80::1]:80", linkLocal},
+		{"FP-75/link-local of an interface", "[fe80::1%eth0]:80", linkLocal},
+		{"FP-75/link-local, IPv4", "169.254.169.254:80", "transport   passthrough to 169.254.169.254:80, as it is"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			r, err := m.Ask(Question{From: "shop/cart", To: tt.to})
+			if err != nil || !strings.Contains(r.Text(), tt.want+"\n") {
+				t.Errorf("want %q, got %v\n%s", tt.want, err, r.Text())
+			}
+		})
+	}
+	for _, tt := range []struct{ name, from, want string }{
+		{"FP-78/inbound, from itself", "shop/cart", stays},
+		{"FP-78/inbound, from its other address", "fd00::1", stays},
+		{"FP-78/inbound, from loopback", "127.0.0.1", stays},
+		{"FP-78/inbound, from another", "shop/gw", "verdict     allowed: no allow policies"},
+		{"FP-75/inbound, from a link-local address", "fe80::9", "verdict     denied: TCP to and from link-local IPv6 addresses is refused: a flow does not say of which interface they are"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			r, err := m.Ask(Question{From: tt.from, To: "10.1.0.1:80", Inbound: true})
+			if err != nil || !strings.Contains(r.Text(), tt.want+"\n") {
+				t.Errorf("want %q, got %v\n%s", tt.want, err, r.Text())
+			}
+		})
+	}
+}

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"net/netip"
 	"net/url"
+
+	"ztun.dev/ztun/proxy"
 )
 
 // A Question is about one flow, as somebody types it.
@@ -72,6 +74,11 @@ func (m Mesh) Ask(q Question) (r Report, err error) {
 	source := like
 	if !anybody {
 		source = addressLike(from, to.Addr())
+	}
+	if !source.IsUnspecified() && proxy.StaysInPod(at.Addresses, source) {
+		r = m.Outbound(at, to)
+		r.Inbound = true
+		return r, nil
 	}
 	if q.Plaintext {
 		from = nil

@@ -216,7 +216,7 @@ func (r *replayRun) start(at int64) (err error) {
 		only = nil
 	}
 	r.player, err = replay.New(replay.Config{
-		Manual: r.manual, Start: at, Local: func(a netip.Addr) bool { return r.pods[a] != nil }, Done: r.done, Seed: r.seed, Only: only,
+		Manual: r.manual, Start: at, Local: func(a netip.Addr) bool { return r.pods[a] != nil }, StaysInPod: r.staysInPod, Done: r.done, Seed: r.seed, Only: only,
 		Peer: r.cfg.Peer, Replies: r.cfg.Replies, Checksums: r.cfg.Checksums, Decap: r.cfg.Decap, Recorded: r.cfg.Recorded, Played: r.cfg.Played,
 		MaxOpen: r.cfg.MaxOpen,
 	})
@@ -366,7 +366,26 @@ func (r *replayRun) ServeTCP(ctx context.Context, req stack.TCPRequest) {
 	n.attempts++
 	n.answer, n.accepted = "", false
 	r.player.Serving(f)
-	px.ServeTCP(replay.WithFlow(ctx, f), &notedRequest{req, r, f, n})
+	noted := &notedRequest{req, r, f, n}
+	if n.err = checkAddresses(f); n.err != nil {
+		noted.Unreachable(stack.HostUnreachable) // as the rules have it that refuse it
+		return
+	}
+	px.ServeTCP(replay.WithFlow(ctx, f), noted)
+}
+
+// checkAddresses says why a flow does not come to a proxy.
+func checkAddresses(f *replay.Flow) error {
+	return cmp.Or(proxy.CheckAddress(f.Src.Addr()), proxy.CheckAddress(f.Dst.Addr()))
+}
+
+// staysInPod reports whether a packet between two addresses is one that a pod sends to itself.
+func (r *replayRun) staysInPod(src, dst netip.Addr) bool {
+	p := r.pods[src]
+	if p == nil { // the other direction, of a program that uses the loopback address
+		p, dst = r.pods[dst], src
+	}
+	return p != nil && proxy.StaysInPod(p.addrs, dst)
 }
 
 // podOf is the pod that serves a flow.
