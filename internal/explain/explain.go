@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 
+	"ztun.dev/ztun/dnsproxy"
 	"ztun.dev/ztun/internal/authz"
 	"ztun.dev/ztun/internal/workload"
 	"ztun.dev/ztun/proxy"
@@ -20,6 +21,10 @@ import (
 type Mesh struct {
 	State   *workload.Snapshot
 	Network string // of the node that the source is on
+
+	ClusterDomain      string // as DNS has them: "": cluster.local
+	PreferredNamespace string
+	NoIPv6             bool
 
 	Avoid        []*workload.Workload // endpoints that failed for the source a moment ago
 	AllowUnknown bool                 // policies that have not arrived are left out (ZTUN_UNKNOWN_POLICY=allow)
@@ -137,9 +142,9 @@ func (m Mesh) Find(text string) (*workload.Workload, error) {
 	return nil, fmt.Errorf("%d workloads are called %s: say which by its uid: %s", len(found), text, strings.Join(uids, ", "))
 }
 
-// Target returns the address that text means for a client of a namespace: ADDRESS:PORT, HOSTNAME:PORT of a service, or
-// NAMESPACE/NAME:PORT of a workload. like is an address of the family that is wanted where there is a choice.
-func (m Mesh) Target(text, namespace string, like netip.Addr) (netip.AddrPort, error) {
+// Target returns the address that text means for a client, which is nil if it is no workload: ADDRESS:PORT, HOSTNAME:PORT as DNS answers
+// it, or NAMESPACE/NAME:PORT of a workload. like is an address of the family that is wanted where there is a choice.
+func (m Mesh) Target(text string, from *workload.Workload, like netip.Addr) (netip.AddrPort, error) {
 	if a, err := netip.ParseAddrPort(text); err == nil {
 		return netip.AddrPortFrom(a.Addr().Unmap(), a.Port()), nil
 	}
@@ -151,31 +156,54 @@ func (m Mesh) Target(text, namespace string, like netip.Addr) (netip.AddrPort, e
 	if err != nil {
 		return netip.AddrPort{}, fmt.Errorf("%q: %q is not a port", text, text[i+1:])
 	}
-	var addrs []netip.Addr
+	var addr netip.Addr
 	if name := text[:i]; strings.Contains(name, "/") {
-		w, err := m.Find(name)
-		if err != nil {
-			return netip.AddrPort{}, err
-		}
-		addrs = w.Addresses
-	} else if v := m.State.ServiceNamed(strings.ToLower(name), namespace); v != nil {
-		for _, vip := range v.VIPs {
-			if vip.Network == m.Network {
-				addrs = append(addrs, vip.Addr)
-			}
-		}
+		addr, err = m.workloadAddress(name, like)
 	} else {
-		return netip.AddrPort{}, fmt.Errorf("the state has no service %s that is visible to namespace %s", name, namespace)
+		addr, err = m.resolve(name, from, like)
 	}
-	for _, a := range addrs {
-		if a.Is4() == like.Is4() {
-			return netip.AddrPortFrom(a, port.Port()), nil
+	return netip.AddrPortFrom(addr, port.Port()), err
+}
+
+// workloadAddress is that of a workload which Find finds.
+func (m Mesh) workloadAddress(name string, like netip.Addr) (netip.Addr, error) {
+	w, err := m.Find(name)
+	switch {
+	case err != nil:
+		return netip.Addr{}, err
+	case len(w.Addresses) == 0:
+		return netip.Addr{}, fmt.Errorf("%s has no address", name)
+	}
+	return addressLike(w, like), nil
+}
+
+// resolve is the address that DNS answers a client with. Of a headless service there has to be one endpoint: which of several it is, DNS
+// leaves to the client.
+func (m Mesh) resolve(name string, from *workload.Workload, like netip.Addr) (netip.Addr, error) {
+	n := dnsproxy.Names{
+		Snapshot: m.State, Network: m.Network, Domain: dnsproxy.ClusterDomain(m.ClusterDomain), PreferredNamespace: m.PreferredNamespace, NoIPv6: m.NoIPv6,
+	}
+	if from != nil {
+		n.Namespace, n.Network = from.Namespace, from.Network
+	}
+	v := n.Lookup(name)
+	if v == nil {
+		if left := m.State.ServiceNamed(strings.ToLower(strings.TrimSuffix(name, ".")), n.Namespace); left != nil {
+			return netip.Addr{}, fmt.Errorf("%s has no address in the state: DNS asks a resolver for it", left.Hostname)
 		}
+		return netip.Addr{}, fmt.Errorf("the state has no service %s that is visible to namespace %s", name, n.Namespace)
 	}
+	addrs := n.Addresses(v, like.Is6())
 	if len(addrs) == 0 {
-		return netip.AddrPort{}, fmt.Errorf("%s has no address in network %q", text[:i], m.Network)
+		addrs = n.Addresses(v, !like.Is6())
 	}
-	return netip.AddrPortFrom(addrs[0], port.Port()), nil
+	switch {
+	case len(addrs) == 0:
+		return netip.Addr{}, fmt.Errorf("%s has no address in network %q", v.Hostname, n.Network)
+	case len(v.VIPs) == 0 && len(addrs) > 1:
+		return netip.Addr{}, fmt.Errorf("%s is headless: ask for one of %s", v.Hostname, strings.Trim(strings.ReplaceAll(fmt.Sprint(addrs), " ", ", "), "[]"))
+	}
+	return addrs[0], nil
 }
 
 // addressOf is the address that a workload is asked about with: its first, or none.

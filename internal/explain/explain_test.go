@@ -63,6 +63,7 @@ func TestFind(t *testing.T) {
 
 func TestTarget(t *testing.T) {
 	m := mesh(t)
+	from, _ := m.Find("shop/cart")
 	four, six := netip.MustParseAddr("10.1.0.1"), netip.MustParseAddr("fd00::1")
 	for _, tt := range []struct {
 		text string
@@ -74,12 +75,12 @@ func TestTarget(t *testing.T) {
 		{"WEB.shop.svc.cluster.local:80", four, "10.96.0.10:80"},
 		{"web.shop.svc.cluster.local:80", six, "[fd96::10]:80"},
 		{"shop/gw:15009", six, "10.1.0.7:15009"},
-		{"shop/none:80", four, `shop/none has no address in network ""`},
+		{"shop/none:80", four, "shop/none has no address"},
 		{"own.other.svc.cluster.local:80", four, "the state has no service own.other.svc.cluster.local that is visible to namespace shop"},
 		{"web:http", four, `"web:http": "http" is not a port`},
 		{"web", four, `"web" has no port`},
 	} {
-		got, err := m.Target(tt.text, "shop", tt.like)
+		got, err := m.Target(tt.text, from, tt.like)
 		text := got.String()
 		if err != nil {
 			text = err.Error()
@@ -87,6 +88,79 @@ func TestTarget(t *testing.T) {
 		if text != tt.want {
 			t.Errorf("Target(%q) is %q, want %q", tt.text, text, tt.want)
 		}
+	}
+}
+
+const names = `
+workloads:
+- {uid: k//Pod/shop/cart, name: cart, namespace: shop, protocol: HBONE, workloadIps: [10.1.0.1, "fd00::1"], services: {}}
+- {uid: k//Pod/other/cart, name: cart, namespace: other, protocol: HBONE, workloadIps: [10.1.0.2], services: {}}
+- {uid: k//Pod/shop/db-0, name: db-0, namespace: shop, protocol: HBONE, workloadIps: [10.1.1.1, "fd00::1:1"], services: {shop/db.shop.svc.cluster.local: {5432: 5432}, shop/one.shop.svc.cluster.local: {80: 80}}}
+- {uid: k//Pod/shop/db-1, name: db-1, namespace: shop, protocol: HBONE, workloadIps: [10.1.1.2], services: {shop/db.shop.svc.cluster.local: {5432: 5432}}}
+services:
+- {name: web, namespace: shop, hostname: web.shop.svc.cluster.local, vips: [/10.96.0.10, "/fd96::10"], ports: {80: 8080}}
+- {name: web, namespace: other, hostname: web.other.svc.cluster.local, vips: [/10.96.0.11], ports: {80: 8080}}
+- {name: db, namespace: shop, hostname: db.shop.svc.cluster.local, vips: [], ports: {5432: 5432}}
+- {name: one, namespace: shop, hostname: one.shop.svc.cluster.local, vips: [], ports: {80: 80}}
+- {name: none, namespace: shop, hostname: none.shop.svc.cluster.local, vips: [], ports: {80: 80}}
+- {name: far, namespace: shop, hostname: far.shop.svc.cluster.local, vips: [net2/10.96.0.12], ports: {80: 80}}
+- {name: wild, namespace: shop, hostname: "*.example.com", vips: [/240.240.0.1], ports: {443: 443}}
+- {name: api, namespace: a, hostname: api.example.net, vips: [/240.240.0.2], ports: {443: 443}}
+- {name: api, namespace: z, hostname: api.example.net, vips: [/240.240.0.3], ports: {443: 443}}
+- {name: left, namespace: shop, hostname: left.example.org, vips: [], ports: {443: 443}}
+`
+
+// Names mean what the DNS of the source's pod says.
+func TestTargetIsWhatDNSSays(t *testing.T) {
+	st, err := workload.ParseStatic("state", []byte(names))
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := Mesh{State: workload.NewSnapshot(st)}
+	preferred, noIPv6, remote := m, m, m
+	preferred.PreferredNamespace, noIPv6.NoIPv6, remote.ClusterDomain = "z", true, "Cluster.Remote."
+	for _, tt := range []struct {
+		m          Mesh
+		text, from string
+		like       string
+		want       string
+	}{
+		{m, "web:80", "shop/cart", "10.1.0.1", "10.96.0.10:80"},
+		{m, "web:80", "other/cart", "10.1.0.2", "10.96.0.11:80"},
+		{m, "web.shop:80", "other/cart", "10.1.0.2", "10.96.0.10:80"},
+		{m, "Web.Shop.svc:80", "other/cart", "10.1.0.2", "10.96.0.10:80"},
+		{m, "web.shop.svc.cluster.local:80", "other/cart", "10.1.0.2", "10.96.0.10:80"},
+		{m, "web.shop.svc.cluster.local.:80", "other/cart", "10.1.0.2", "10.96.0.10:80"},
+		{m, "web:80", "shop/cart", "fd00::1", "[fd96::10]:80"},
+		{noIPv6, "web:80", "shop/cart", "fd00::1", "10.96.0.10:80"},
+		{m, "web.other:80", "shop/cart", "fd00::1", "10.96.0.11:80"},
+		{m, "a.b.example.com:443", "shop/cart", "10.1.0.1", "240.240.0.1:443"},
+		{m, "example.com:443", "shop/cart", "10.1.0.1", "the state has no service example.com that is visible to namespace shop"},
+		{m, "api.example.net:443", "shop/cart", "10.1.0.1", "240.240.0.2:443"},
+		{preferred, "api.example.net:443", "shop/cart", "10.1.0.1", "240.240.0.3:443"},
+		{m, "one:80", "shop/cart", "10.1.0.1", "10.1.1.1:80"},
+		{m, "one:80", "shop/cart", "fd00::1", "[fd00::1:1]:80"},
+		{m, "db:5432", "shop/cart", "10.1.0.1", "db.shop.svc.cluster.local is headless: ask for one of 10.1.1.1, 10.1.1.2"},
+		{m, "none:80", "shop/cart", "10.1.0.1", `none.shop.svc.cluster.local has no address in network ""`},
+		{m, "far:80", "shop/cart", "10.1.0.1", `far.shop.svc.cluster.local has no address in network ""`},
+		{m, "left.example.org:443", "shop/cart", "10.1.0.1", "left.example.org has no address in the state: DNS asks a resolver for it"},
+		{remote, "web.shop:80", "shop/cart", "10.1.0.1", "the state has no service web.shop that is visible to namespace shop"},
+		{remote, "web.shop.svc.cluster.local:80", "shop/cart", "10.1.0.1", "10.96.0.10:80"},
+	} {
+		t.Run("FP-133/"+tt.text+" for "+tt.from+", "+tt.like, func(t *testing.T) {
+			from, err := tt.m.Find(tt.from)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got, err := tt.m.Target(tt.text, from, netip.MustParseAddr(tt.like))
+			text := got.String()
+			if err != nil {
+				text = err.Error()
+			}
+			if text != tt.want {
+				t.Errorf("%q, want %q", text, tt.want)
+			}
+		})
 	}
 }
 

@@ -50,14 +50,11 @@ func (m Mesh) Ask(q Question) (r Report, err error) {
 	if err != nil && !anybody {
 		return r, fmt.Errorf("from: %w", err)
 	}
-	like, namespace := address.Unmap(), ""
-	if from != nil {
-		namespace = from.Namespace
-		if !anybody {
-			like = addressOf(from)
-		}
+	like := address.Unmap()
+	if !anybody {
+		like = addressOf(from)
 	}
-	to, err := m.Target(q.To, namespace, like)
+	to, err := m.Target(q.To, from, like)
 	if err != nil {
 		return r, fmt.Errorf("to: %w", err)
 	}

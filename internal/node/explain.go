@@ -11,7 +11,10 @@ import (
 
 // serveExplain answers a question about a flow by the state that flows are decided with now. It is told to admin as /debug/explain.
 func (n *Node) serveExplain(w http.ResponseWriter, r *http.Request) {
-	m := explain.Mesh{State: n.store.Snapshot(), Network: n.cfg.Network, AllowUnknown: n.cfg.UnknownPolicy == config.UnknownPolicyAllow}
+	m := explain.Mesh{
+		State: n.store.Snapshot(), Network: n.cfg.Network, AllowUnknown: n.cfg.UnknownPolicy == config.UnknownPolicyAllow,
+		ClusterDomain: n.cfg.ClusterDomain, PreferredNamespace: n.cfg.PreferredServiceNamespace, NoIPv6: !n.cfg.IPv6Enabled,
+	}
 	q := explain.ParseQuery(r.URL.Query())
 	if from, err := m.Find(q.From); err == nil {
 		m.Avoid = n.avoidedBy(from)
