@@ -15,6 +15,7 @@ import (
 	"ztun.dev/ztun/internal/authz"
 	"ztun.dev/ztun/internal/workload"
 	"ztun.dev/ztun/proxy"
+	"ztun.dev/ztun/tun"
 )
 
 // A Mesh is the state that is asked.
@@ -229,6 +230,7 @@ const (
 
 const (
 	reasonQuestions = "of UDP only questions, to port 53 of other addresses, come to ztun"
+	reasonProbe     = "kubelet's probe address, which is exempt: no policy is asked"
 	reasonOwn       = "what a pod sends to itself stays in its kernel"
 	reasonOutside   = "the source is not in the mesh: what it sends goes as it is, without an identity"
 )
@@ -243,6 +245,8 @@ func uncaptured(from *workload.Workload, to netip.Addr) string {
 		return reasonOwn
 	case !inMesh(from):
 		return reasonOutside
+	case tun.IsProbe(to):
+		return reasonProbe
 	}
 	return ""
 }
@@ -456,6 +460,9 @@ func (m Mesh) Inbound(from *workload.Workload, source netip.Addr, to *workload.W
 	switch {
 	case !inMesh(to):
 		r.Verdict = "the destination is not in the mesh: nobody enforces policy"
+		return r
+	case tun.IsProbe(source):
+		r.Route, r.Reason = notCaptured, reasonProbe
 		return r
 	case from != nil && inMesh(from):
 		r.Route, req.Peer = proxy.OverHBONE.String(), from.Identity()

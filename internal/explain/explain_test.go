@@ -371,6 +371,31 @@ func TestInboundMatrixOutsideTheMesh(t *testing.T) {
 	}
 }
 
+// What comes from and goes to the address of kubelet's probes is exempt, whatever policy says.
+func TestProbes(t *testing.T) {
+	m := outsideMesh(t)
+	const passes = "not captured: kubelet's probe address, which is exempt: no policy is asked"
+	for _, tt := range []struct {
+		name string
+		q    Question
+		want string
+	}{
+		{"FP-78/a probe", Question{From: "169.254.7.127", To: "shop/web:8080", Inbound: true, Plaintext: true}, passes},
+		{"FP-78/a probe, IPv6", Question{From: "fd16:9254:7127:1337:ffff:ffff:ffff:ffff", To: "shop/web:8080", Inbound: true}, passes},
+		{"FP-78/to its address", Question{From: "shop/cart", To: "169.254.7.127:80"}, passes},
+		{"FP-78/a question to its address", Question{From: "shop/cart", To: "169.254.7.127:53", UDP: true}, passes},
+		{"FP-78/another address of the node", Question{From: "169.254.7.128", To: "shop/web:8080", Inbound: true, Plaintext: true}, "denied: allow policies exist, but none allowed"},
+		{"FP-78/to a workload outside the mesh", Question{From: "169.254.7.127", To: "shop/legacy:80", Inbound: true}, "the destination is not in the mesh: nobody enforces policy"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			r, err := m.Ask(tt.q)
+			if err != nil || !strings.HasSuffix(r.Text(), tt.want+"\n") {
+				t.Errorf("want %q, got %v\n%s", tt.want, err, r.Text())
+			}
+		})
+	}
+}
+
 // Addresses that no flow to ztun has: what stays in the pod, and what no connection can have.
 func TestAddressesThatNeverCome(t *testing.T) {
 	m := mesh(t)

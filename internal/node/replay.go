@@ -25,6 +25,7 @@ import (
 	"ztun.dev/ztun/internal/workload"
 	"ztun.dev/ztun/proxy"
 	"ztun.dev/ztun/stack"
+	"ztun.dev/ztun/tun"
 )
 
 // A ReplayConfig says what a capture is played against. State, Source and Emit are required.
@@ -216,7 +217,7 @@ func (r *replayRun) start(at int64) (err error) {
 		only = nil
 	}
 	r.player, err = replay.New(replay.Config{
-		Manual: r.manual, Start: at, Local: func(a netip.Addr) bool { return r.pods[a] != nil }, StaysInPod: r.staysInPod, Done: r.done, Seed: r.seed, Only: only,
+		Manual: r.manual, Start: at, Local: func(a netip.Addr) bool { return r.pods[a] != nil }, Uncaptured: r.uncaptured, Done: r.done, Seed: r.seed, Only: only,
 		Peer: r.cfg.Peer, Replies: r.cfg.Replies, Checksums: r.cfg.Checksums, Decap: r.cfg.Decap, Recorded: r.cfg.Recorded, Played: r.cfg.Played,
 		MaxOpen: r.cfg.MaxOpen,
 	})
@@ -379,13 +380,20 @@ func checkAddresses(f *replay.Flow) error {
 	return cmp.Or(proxy.CheckAddress(f.Src.Addr()), proxy.CheckAddress(f.Dst.Addr()))
 }
 
-// staysInPod reports whether a packet between two addresses is one that a pod sends to itself.
-func (r *replayRun) staysInPod(src, dst netip.Addr) bool {
-	p := r.pods[src]
-	if p == nil { // the other direction, of a program that uses the loopback address
-		p, dst = r.pods[dst], src
+// uncaptured says why a packet between a pod and another address is not captured, or "".
+func (r *replayRun) uncaptured(src, dst netip.Addr) string {
+	p, other := r.pods[src], dst
+	if p == nil {
+		p, other = r.pods[dst], src
 	}
-	return p != nil && proxy.StaysInPod(p.addrs, dst)
+	switch {
+	case p == nil:
+	case proxy.StaysInPod(p.addrs, other):
+		return "stays_in_the_pod"
+	case tun.IsProbe(other):
+		return "kubelet_probe"
+	}
+	return ""
 }
 
 // podOf is the pod that serves a flow.

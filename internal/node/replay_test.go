@@ -595,23 +595,28 @@ func TestReplayTellsEveryReason(t *testing.T) {
 	}
 }
 
-// What a pod sends to itself is in captures of all its interfaces, and stays in its kernel: nothing is decided about it.
-func TestReplayOfWhatStaysInThePod(t *testing.T) {
-	for _, f := range [][2]string{
-		{"10.244.1.10:1001", "10.244.1.10:80"},
-		{"10.244.1.10:1001", "10.244.1.10:15006"},
-		{"10.244.1.10:1001", "10.244.1.10:53"},
-		{"10.244.1.10:1001", "127.0.0.1:80"},
-		{"127.0.0.1:1001", "10.244.1.10:80"},
-		{"10.244.1.10:1001", "0.0.0.0:80"},
-		{"[fd00:1::10]:1001", "[fd00:1::10]:80"},
-		{"[fd00:1::10]:1001", "[::1]:80"},
-		{"[fd00:1::10]:1001", "[::]:80"},
+// What a pod sends to itself is in captures of all its interfaces, and stays in its kernel; kubelet's probes are exempt. Nothing is decided
+// about either.
+func TestReplayOfWhatIsNotCaptured(t *testing.T) {
+	const own, probe = "stays_in_the_pod 1", "kubelet_probe 1"
+	for _, f := range [][3]string{
+		{"10.244.1.10:1001", "10.244.1.10:80", own},
+		{"10.244.1.10:1001", "10.244.1.10:15006", own},
+		{"10.244.1.10:1001", "10.244.1.10:53", own},
+		{"10.244.1.10:1001", "127.0.0.1:80", own},
+		{"127.0.0.1:1001", "10.244.1.10:80", own},
+		{"10.244.1.10:1001", "0.0.0.0:80", own},
+		{"[fd00:1::10]:1001", "[fd00:1::10]:80", own},
+		{"[fd00:1::10]:1001", "[::1]:80", own},
+		{"[fd00:1::10]:1001", "[::]:80", own},
+		{"169.254.7.127:1001", "10.244.2.20:8080", probe},
+		{"10.244.2.20:8080", "169.254.7.127:1001", probe},
+		{"[fd16:9254:7127:1337:ffff:ffff:ffff:ffff]:1001", "[fd00:2::20]:8080", probe},
 	} {
 		t.Run("FP-78/"+f[0]+" to "+f[1], func(t *testing.T) {
-			out, report := replayBytes(t, replayState(t), synCapture(t, [][2]string{f}), func(c *ReplayConfig) { c.Checksums = replay.ChecksumsOff })
-			if out != "" || report.Packets.Unused() != "stays_in_the_pod 1" {
-				t.Errorf("not played: %q, records:\n%s", report.Packets.Unused(), out)
+			out, report := replayBytes(t, replayState(t), synCapture(t, [][2]string{{f[0], f[1]}}), func(c *ReplayConfig) { c.Checksums = replay.ChecksumsOff })
+			if out != "" || report.Packets.Unused() != f[2] {
+				t.Errorf("not played: %q, want %q; records:\n%s", report.Packets.Unused(), f[2], out)
 			}
 		})
 	}

@@ -55,7 +55,9 @@ type Config struct {
 	Local  func(netip.Addr) bool // whether an address is that of a pod that is served
 	Done   func(f *Flow)         // is told of each flow once it is over
 
-	StaysInPod func(src, dst netip.Addr) bool // whether a packet is one that a pod's kernel delivers to the pod itself; nil: none is
+	// Uncaptured says why a packet between two addresses never comes to the netstack of a pod, by a key of Counts.NotPlayed, or "". nil:
+	// none is known.
+	Uncaptured func(src, dst netip.Addr) string
 
 	Start     int64 // nanoseconds since 1970: the time of the first packet, at which the clock of Manual stands
 	Peer      Peer
@@ -243,9 +245,11 @@ func (p *Player) ip(b []byte, wire, depth int) {
 	case k.extended:
 		p.skip("ipv6_extension")
 	case k.proto == protoTCP, k.proto == protoUDP:
-		if p.cfg.StaysInPod != nil && p.cfg.StaysInPod(k.src.Addr(), k.dst.Addr()) {
-			p.skip("stays_in_the_pod")
-			return
+		if p.cfg.Uncaptured != nil {
+			if why := p.cfg.Uncaptured(k.src.Addr(), k.dst.Addr()); why != "" {
+				p.skip(why)
+				return
+			}
 		}
 		if !p.sumFits(&k) {
 			p.skip("checksum")
