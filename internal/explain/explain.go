@@ -23,6 +23,8 @@ type Mesh struct {
 	State   *workload.Snapshot
 	Network string // of the node that the source is on
 
+	Served func(*workload.Workload) bool // whether this node serves a workload, also one that is not in the mesh by the state; nil: it is not known
+
 	ClusterDomain      string // as DNS has them: "": cluster.local
 	PreferredNamespace string
 	NoIPv6             bool
@@ -232,18 +234,22 @@ const (
 	reasonQuestions = "of UDP only questions, to port 53 of other addresses, come to ztun"
 	reasonProbe     = "kubelet's probe address, which is exempt: no policy is asked"
 	reasonOwn       = "what a pod sends to itself stays in its kernel"
+	reasonNoHBONE   = "the destination does not speak HBONE"
 	reasonOutside   = "the source is not in the mesh: what it sends goes as it is, without an identity"
 )
 
-// inMesh reports whether a ztun, or another node proxy, captures what a workload sends and gets.
-func inMesh(w *workload.Workload) bool { return w.Protocol == workload.ProtocolHBONE }
+// inMesh reports whether a ztun, or another node proxy, captures what a workload sends and gets: one that speaks HBONE, or is served here,
+// as one may be before the state says that it does.
+func (m Mesh) inMesh(w *workload.Workload) bool {
+	return w.Protocol == workload.ProtocolHBONE || m.Served != nil && m.Served(w)
+}
 
 // uncaptured says why nothing that a workload sends to an address comes to ztun; "": it does.
-func uncaptured(from *workload.Workload, to netip.Addr) string {
+func (m Mesh) uncaptured(from *workload.Workload, to netip.Addr) string {
 	switch {
 	case proxy.StaysInPod(from.Addresses, to):
 		return reasonOwn
-	case !inMesh(from):
+	case !m.inMesh(from):
 		return reasonOutside
 	case tun.IsProbe(to):
 		return reasonProbe
@@ -254,7 +260,7 @@ func uncaptured(from *workload.Workload, to netip.Addr) string {
 // UDP tells what becomes of datagrams that a workload sends: questions are answered, nothing else is captured.
 func (m Mesh) UDP(from *workload.Workload, to netip.AddrPort) Report {
 	r := Report{From: nameOf(from), FromAddress: addressLike(from, to.Addr()).String(), To: to.String(), UDP: true, Route: notCaptured}
-	switch r.Reason = uncaptured(from, to.Addr()); {
+	switch r.Reason = m.uncaptured(from, to.Addr()); {
 	case r.Reason != "":
 	case proxy.IsQuestion(to):
 		r.Route = proxy.AnsweredHere.String()
@@ -267,11 +273,11 @@ func (m Mesh) UDP(from *workload.Workload, to netip.AddrPort) Report {
 // Outbound tells what becomes of a TCP flow that a workload opens.
 func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 	r := Report{From: nameOf(from), FromAddress: addressLike(from, to.Addr()).String(), To: to.String(), Route: notCaptured}
-	switch r.Reason = uncaptured(from, to.Addr()); {
+	switch r.Reason = m.uncaptured(from, to.Addr()); {
 	case r.Reason == reasonOutside:
 		m.outside(&r, from, to)
 		return r
-	case r.Reason == reasonOwn && inMesh(from) && proxy.CheckPort(to.Port()) != nil: // there ztun itself may listen
+	case r.Reason == reasonOwn && m.inMesh(from) && proxy.CheckPort(to.Port()) != nil: // there ztun itself may listen
 		r.refuse(proxy.CheckPort(to.Port()))
 		return r
 	case r.Reason != "":
@@ -442,11 +448,14 @@ func (m Mesh) remote(r *Report, from *workload.Workload, d *proxy.Decision, wayp
 		r.Verdict = "the waypoint decides about the request, and connects to the destination with an identity of its own"
 		return
 	}
-	if d.Route != proxy.OverHBONE {
-		return // it is outside the mesh: nobody asks
-	}
 	source := addressLike(from, d.NextHop.Addr()) // that of the tunnel
-	m.judge(r, authz.Request{Source: netip.AddrPortFrom(source, 0), Peer: from.Identity(), Destination: d.Target, Workload: d.Destination})
+	req := authz.Request{Source: netip.AddrPortFrom(source, 0), Destination: d.NextHop, Workload: d.Destination}
+	if d.Route == proxy.OverHBONE {
+		req.Peer, req.Destination = from.Identity(), d.Target
+	} else if !m.inMesh(d.Destination) {
+		return // nobody asks
+	}
+	m.judge(r, req)
 }
 
 // Inbound tells what policy says of a connection to an address of a workload: over HBONE with the identity of from, if both are in the
@@ -458,16 +467,19 @@ func (m Mesh) Inbound(from *workload.Workload, source netip.Addr, to *workload.W
 		r.From, r.FromAddress = nameOf(from), source.String()
 	}
 	switch {
-	case !inMesh(to):
+	case !m.inMesh(to):
 		r.Verdict = "the destination is not in the mesh: nobody enforces policy"
 		return r
 	case tun.IsProbe(source):
 		r.Route, r.Reason = notCaptured, reasonProbe
 		return r
-	case from != nil && inMesh(from):
-		r.Route, req.Peer = proxy.OverHBONE.String(), from.Identity()
-	case from != nil:
+	case from == nil:
+	case !m.inMesh(from):
 		r.Reason = reasonOutside
+	case to.Protocol != workload.ProtocolHBONE:
+		r.Reason = reasonNoHBONE
+	default:
+		r.Route, req.Peer = proxy.OverHBONE.String(), from.Identity()
 	}
 	m.judge(&r, req)
 	return r
@@ -681,7 +693,7 @@ func (m Mesh) InboundMatrix(to *workload.Workload, further ...uint16) (grants []
 	}
 	seen := make(map[workload.Identity]bool)
 	for _, w := range m.State.State().Workloads {
-		if id := w.Identity(); inMesh(w) && !seen[id] {
+		if id := w.Identity(); m.inMesh(w) && !seen[id] {
 			seen[id] = true
 			ask(w, addressLike(w, addressOf(to)), id.String())
 		}

@@ -333,6 +333,35 @@ func TestOutsideTheMesh(t *testing.T) {
 	}
 }
 
+// A pod that this node serves is captured, also before the state says that it is in the mesh. Others do not send HBONE to it.
+func TestServedBeforeTheStateSaysSo(t *testing.T) {
+	m := outsideMesh(t)
+	m.Served = func(w *workload.Workload) bool { return w.Name == "legacy" }
+	m.State.Workload("k//Pod/shop/legacy").AuthorizationPolicies = []string{"shop/legacy"}
+	const denied = "denied: allow policies exist, but none allowed"
+	for _, tt := range []struct {
+		name string
+		q    Question
+		want []string // at the beginning of a line
+	}{
+		{"what it sends", Question{From: "shop/legacy", To: "10.1.0.2:8080"}, []string{"transport   HBONE, ", "verdict     allowed: explicitly allowed by: shop/legacy"}},
+		{"what it gets", Question{From: "shop/cart", To: "10.1.0.9:80"}, []string{"transport   passthrough to ", "verdict     " + denied}},
+		{"what it gets, inbound", Question{From: "shop/cart", To: "10.1.0.9:80", Inbound: true}, []string{"transport   plaintext: the destination does not speak HBONE", "verdict     " + denied}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			r, err := m.Ask(tt.q)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, want := range tt.want {
+				if !strings.Contains(r.Text(), "\n"+want) {
+					t.Errorf("no line %q in\n%s", want, r.Text())
+				}
+			}
+		})
+	}
+}
+
 // Who can talk to a workload: identities of the mesh, and whoever has none.
 func TestInboundMatrixOutsideTheMesh(t *testing.T) {
 	m := outsideMesh(t)
