@@ -29,12 +29,17 @@ func (s *Server) lookup(client *workload.Client, q *query) (local, bool) {
 	if w := snap.Local(client); w != nil {
 		network, namespace = w.Network, w.Namespace
 	}
-	f := finder{s, snap, namespace}
-	m, ok := f.find(name)
+	n := Names{
+		Snapshot: snap, Namespace: namespace, Network: network, Domain: s.domain, PreferredNamespace: s.cfg.PreferredNamespace, NoIPv6: s.cfg.NoIPv6,
+	}
+	m, ok := n.find(name)
 	if !ok {
 		return local{}, false
 	}
-	a := local{match: m, addrs: s.addresses(snap, m.service, network, q.qtype), domain: s.domain}
+	a := local{match: m, domain: s.domain}
+	if q.qtype == dns.TypeA || q.qtype == dns.TypeAAAA {
+		a.addrs = n.Addresses(m.service, q.qtype == dns.TypeAAAA)
+	}
 	if len(a.addrs) == 0 {
 		a.zone, a.serial = s.zone(name, m.service.Hostname), s.serial(snap)
 	}
@@ -43,40 +48,6 @@ func (s *Server) lookup(client *workload.Client, q *query) (local, bool) {
 		a.addrs[i], a.addrs[j] = a.addrs[j], a.addrs[i]
 	}
 	return a, true
-}
-
-// addresses are those of a service that a client in a network can reach, in the family that was asked for. They belong to the caller.
-func (s *Server) addresses(snap *workload.Snapshot, v *workload.Service, network string, qtype uint16) []netip.Addr {
-	var wanted func(netip.Addr) bool
-	switch {
-	case qtype == dns.TypeA && v.IPFamilies != workload.FamilyIPv6:
-		wanted = netip.Addr.Is4
-	case qtype == dns.TypeAAAA && v.IPFamilies != workload.FamilyIPv4 && !s.cfg.NoIPv6:
-		wanted = netip.Addr.Is6
-	default:
-		return nil
-	}
-	var list []netip.Addr
-	for _, a := range v.VIPs {
-		if a.Network == network && wanted(a.Addr) {
-			list = append(list, a.Addr)
-		}
-	}
-	if len(v.VIPs) > 0 {
-		return list
-	}
-	for _, e := range snap.Endpoints(v.Key()) {
-		if e.Workload.Network != network {
-			continue
-		}
-		for _, a := range e.Workload.Addresses {
-			if wanted(a) {
-				list = append(list, a)
-				break
-			}
-		}
-	}
-	return list
 }
 
 // zone is the number of labels at the end of a name that make the zone of its SOA: the zone is the name or an ancestor of it (RFC 2308,

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"log/slog"
 	"net/netip"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -52,10 +51,7 @@ func New(cfg Config) (*Server, error) {
 	if cfg.Store == nil || cfg.Upstream == nil || cfg.Now == nil || cfg.Rand == nil || cfg.Log == nil {
 		return nil, errors.New("dnsproxy: config: Store, Upstream, Now, Rand and Log are required")
 	}
-	s := &Server{cfg: cfg, domain: strings.ToLower(strings.TrimSuffix(cfg.ClusterDomain, "."))}
-	if s.domain == "" {
-		s.domain = "cluster.local"
-	}
+	s := &Server{cfg: cfg, domain: ClusterDomain(cfg.ClusterDomain)}
 	if _, ok := dns.IsDomainName(s.domain); !ok {
 		return nil, errors.New("dnsproxy: config: ClusterDomain " + s.domain + " is not a domain name")
 	}

@@ -234,6 +234,20 @@ func address(w *workload.Workload, v *workload.Service, target netip.Addr) netip
 	return best
 }
 
+// SourceAddress is the address of a workload that its tunnel to a next hop comes from. It is that of the flow if that has the family of the next
+// hop, else the first of the workload that has it, if there is one.
+func SourceAddress(w *workload.Workload, flow, nextHop netip.Addr) netip.Addr {
+	if !nextHop.IsValid() || flow.Is4() == nextHop.Is4() {
+		return flow
+	}
+	for _, a := range w.Addresses {
+		if a.Is4() == nextHop.Is4() {
+			return a
+		}
+	}
+	return flow
+}
+
 // serviceWaypoint chooses the waypoint of a service: by weight, if it has several.
 func serviceWaypoint(v *workload.Service, random uint64) *workload.GatewayAddress {
 	var sum uint64

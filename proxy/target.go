@@ -40,7 +40,7 @@ func (p *Proxy) target(state *workload.Snapshot, self *workload.Workload, r *hbo
 		if named = state.ServiceNamed(strings.ToLower(host), self.Namespace); named == nil {
 			return nil, reject(http.StatusServiceUnavailable, "no service or workload for hostname: %s", host)
 		}
-		if to = portOf(self, named, port); to == 0 {
+		if to = PortOf(self, named, port); to == 0 {
 			return nil, reject(http.StatusServiceUnavailable, "requested service %s:%d found, but cannot resolve port", host, port)
 		}
 		t.service = named
@@ -86,8 +86,8 @@ func CheckPort(port uint16) error {
 	return nil
 }
 
-// portOf is the port of a workload that a port of a service leads to; 0: none.
-func portOf(w *workload.Workload, v *workload.Service, port uint16) uint16 {
+// PortOf is the port of a workload that a port of a service leads to; 0: none.
+func PortOf(w *workload.Workload, v *workload.Service, port uint16) uint16 {
 	if own := w.Services[v.Key()][port]; own != 0 {
 		return own
 	}

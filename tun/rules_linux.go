@@ -39,12 +39,6 @@ const (
 	prefLocalExempted = 1900 // second copy of local: the exempt go on here
 )
 
-// The address from which istio-cni has kubelet's probes come.
-var (
-	probe4 = netip.MustParseAddr("169.254.7.127")
-	probe6 = netip.MustParseAddr("fd16:9254:7127:1337:ffff:ffff:ffff:ffff")
-)
-
 // isOurPref reports whether a preference is one of ztun's.
 func isOurPref(pref int) bool {
 	switch pref {

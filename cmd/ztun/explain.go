@@ -46,7 +46,7 @@ The state is that of a running ztun (--admin), or of a file (--state): a mesh st
 	o := addOutput(cmd)
 	fs := cmd.Flags()
 	fs.StringVar(&f.From, "from", "", "source: NAMESPACE/NAME, address or uid of a workload; with --inbound also any other address")
-	fs.StringVar(&f.To, "to", "", "destination: ADDRESS:PORT, HOSTNAME:PORT of a service, or NAMESPACE/NAME:PORT of a workload")
+	fs.StringVar(&f.To, "to", "", "destination: ADDRESS:PORT, HOSTNAME:PORT of a service as DNS answers it to the source, or NAMESPACE/NAME:PORT of a workload")
 	fs.BoolVar(&f.Inbound, "inbound", false, "what the destination's policies say, each of them")
 	fs.BoolVar(&f.Plaintext, "plaintext", false, "with --inbound: the source has no identity")
 	fs.BoolVar(&f.UDP, "udp", false, "the source sends UDP, of which only DNS is captured")
@@ -217,7 +217,10 @@ func (f *explainFlags) mesh(ctx context.Context) (m explain.Mesh, err error) {
 	if err != nil {
 		return m, usageError{fmt.Errorf("ztun explain: %w", err)}
 	}
-	m = explain.Mesh{State: workload.NewSnapshot(st), Network: settings["network"], AllowUnknown: settings["unknownPolicy"] == "allow"}
+	m = explain.Mesh{
+		State: workload.NewSnapshot(st), Network: settings["network"], AllowUnknown: settings["unknownPolicy"] == "allow",
+		ClusterDomain: settings["clusterDomain"], PreferredNamespace: settings["preferedServiceNamespace"], NoIPv6: settings["ipv6Enabled"] == "false",
+	}
 	if f.netSet {
 		m.Network = f.network
 	}

@@ -4,21 +4,30 @@
 package explain
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
 	"strings"
 
+	"ztun.dev/ztun/dnsproxy"
 	"ztun.dev/ztun/internal/authz"
 	"ztun.dev/ztun/internal/workload"
 	"ztun.dev/ztun/proxy"
+	"ztun.dev/ztun/tun"
 )
 
 // A Mesh is the state that is asked.
 type Mesh struct {
 	State   *workload.Snapshot
 	Network string // of the node that the source is on
+
+	Served func(*workload.Workload) bool // whether this node serves a workload, also one that is not in the mesh by the state; nil: it is not known
+
+	ClusterDomain      string // as DNS has them: "": cluster.local
+	PreferredNamespace string
+	NoIPv6             bool
 
 	Avoid        []*workload.Workload // endpoints that failed for the source a moment ago
 	AllowUnknown bool                 // policies that have not arrived are left out (ZTUN_UNKNOWN_POLICY=allow)
@@ -43,6 +52,7 @@ type Report struct {
 	Endpoints   []Choice `json:"endpoints,omitempty"`       // of them
 	Waypoints   []Branch `json:"waypoints,omitempty"`       // if there are several by weight; the rest is about the heaviest
 	Route       string   `json:"route,omitempty"`           // a proxy.Route, plaintext (inbound), or not captured
+	Reason      string   `json:"reason,omitempty"`          // why it is not captured, or in plaintext
 	Chosen      string   `json:"chosen,omitempty"`          // one of those that can be
 	Address     string   `json:"chosenAddress,omitempty"`
 	TargetPort  uint16   `json:"targetPort,omitempty"`
@@ -135,9 +145,9 @@ func (m Mesh) Find(text string) (*workload.Workload, error) {
 	return nil, fmt.Errorf("%d workloads are called %s: say which by its uid: %s", len(found), text, strings.Join(uids, ", "))
 }
 
-// Target returns the address that text means for a client of a namespace: ADDRESS:PORT, HOSTNAME:PORT of a service, or
-// NAMESPACE/NAME:PORT of a workload. like is an address of the family that is wanted where there is a choice.
-func (m Mesh) Target(text, namespace string, like netip.Addr) (netip.AddrPort, error) {
+// Target returns the address that text means for a client, which is nil if it is no workload: ADDRESS:PORT, HOSTNAME:PORT as DNS answers
+// it, or NAMESPACE/NAME:PORT of a workload. like is an address of the family that is wanted where there is a choice.
+func (m Mesh) Target(text string, from *workload.Workload, like netip.Addr) (netip.AddrPort, error) {
 	if a, err := netip.ParseAddrPort(text); err == nil {
 		return netip.AddrPortFrom(a.Addr().Unmap(), a.Port()), nil
 	}
@@ -149,31 +159,54 @@ func (m Mesh) Target(text, namespace string, like netip.Addr) (netip.AddrPort, e
 	if err != nil {
 		return netip.AddrPort{}, fmt.Errorf("%q: %q is not a port", text, text[i+1:])
 	}
-	var addrs []netip.Addr
+	var addr netip.Addr
 	if name := text[:i]; strings.Contains(name, "/") {
-		w, err := m.Find(name)
-		if err != nil {
-			return netip.AddrPort{}, err
-		}
-		addrs = w.Addresses
-	} else if v := m.State.ServiceNamed(strings.ToLower(name), namespace); v != nil {
-		for _, vip := range v.VIPs {
-			if vip.Network == m.Network {
-				addrs = append(addrs, vip.Addr)
-			}
-		}
+		addr, err = m.workloadAddress(name, like)
 	} else {
-		return netip.AddrPort{}, fmt.Errorf("the state has no service %s that is visible to namespace %s", name, namespace)
+		addr, err = m.resolve(name, from, like)
 	}
-	for _, a := range addrs {
-		if a.Is4() == like.Is4() {
-			return netip.AddrPortFrom(a, port.Port()), nil
+	return netip.AddrPortFrom(addr, port.Port()), err
+}
+
+// workloadAddress is that of a workload which Find finds.
+func (m Mesh) workloadAddress(name string, like netip.Addr) (netip.Addr, error) {
+	w, err := m.Find(name)
+	switch {
+	case err != nil:
+		return netip.Addr{}, err
+	case len(w.Addresses) == 0:
+		return netip.Addr{}, fmt.Errorf("%s has no address", name)
+	}
+	return addressLike(w, like), nil
+}
+
+// resolve is the address that DNS answers a client with. Of a headless service there has to be one endpoint: which of several it is, DNS
+// leaves to the client.
+func (m Mesh) resolve(name string, from *workload.Workload, like netip.Addr) (netip.Addr, error) {
+	n := dnsproxy.Names{
+		Snapshot: m.State, Network: m.Network, Domain: dnsproxy.ClusterDomain(m.ClusterDomain), PreferredNamespace: m.PreferredNamespace, NoIPv6: m.NoIPv6,
+	}
+	if from != nil {
+		n.Namespace, n.Network = from.Namespace, from.Network
+	}
+	v := n.Lookup(name)
+	if v == nil {
+		if left := m.State.ServiceNamed(strings.ToLower(strings.TrimSuffix(name, ".")), n.Namespace); left != nil {
+			return netip.Addr{}, fmt.Errorf("%s has no address in the state: DNS asks a resolver for it", left.Hostname)
 		}
+		return netip.Addr{}, fmt.Errorf("the state has no service %s that is visible to namespace %s", name, n.Namespace)
 	}
+	addrs := n.Addresses(v, like.Is6())
 	if len(addrs) == 0 {
-		return netip.AddrPort{}, fmt.Errorf("%s has no address in network %q", text[:i], m.Network)
+		addrs = n.Addresses(v, !like.Is6())
 	}
-	return netip.AddrPortFrom(addrs[0], port.Port()), nil
+	switch {
+	case len(addrs) == 0:
+		return netip.Addr{}, fmt.Errorf("%s has no address in network %q", v.Hostname, n.Network)
+	case len(v.VIPs) == 0 && len(addrs) > 1:
+		return netip.Addr{}, fmt.Errorf("%s is headless: ask for one of %s", v.Hostname, strings.Trim(strings.ReplaceAll(fmt.Sprint(addrs), " ", ", "), "[]"))
+	}
+	return addrs[0], nil
 }
 
 // addressOf is the address that a workload is asked about with: its first, or none.
@@ -186,45 +219,79 @@ func addressOf(w *workload.Workload) netip.Addr {
 
 // addressLike is that of the family of another, if the workload has one: what it is seen to come from by who is at the other.
 func addressLike(w *workload.Workload, other netip.Addr) netip.Addr {
-	for _, a := range w.Addresses {
-		if other.IsValid() && a.Is4() == other.Is4() {
-			return a
-		}
-	}
-	return addressOf(w)
+	return proxy.SourceAddress(w, addressOf(w), other)
 }
 
 func nameOf(w *workload.Workload) string { return w.Namespace + "/" + w.Name }
 
-// notCaptured is the route of what no packet comes to ztun of.
-const notCaptured = "not captured"
+// notCaptured is the route of what no packet comes to ztun of, and plaintext that of what comes without an identity.
+const (
+	notCaptured = "not captured"
+	plaintext   = "plaintext"
+)
+
+const (
+	reasonQuestions = "of UDP only questions, to port 53 of other addresses, come to ztun"
+	reasonProbe     = "kubelet's probe address, which is exempt: no policy is asked"
+	reasonOwn       = "what a pod sends to itself stays in its kernel"
+	reasonNoHBONE   = "the destination does not speak HBONE"
+	reasonOutside   = "the source is not in the mesh: what it sends goes as it is, without an identity"
+)
+
+// inMesh reports whether a ztun, or another node proxy, captures what a workload sends and gets: one that speaks HBONE, or is served here,
+// as one may be before the state says that it does.
+func (m Mesh) inMesh(w *workload.Workload) bool {
+	return w.Protocol == workload.ProtocolHBONE || m.Served != nil && m.Served(w)
+}
+
+// uncaptured says why nothing that a workload sends to an address comes to ztun; "": it does.
+func (m Mesh) uncaptured(from *workload.Workload, to netip.Addr) string {
+	switch {
+	case proxy.StaysInPod(from.Addresses, to):
+		return reasonOwn
+	case !m.inMesh(from):
+		return reasonOutside
+	case tun.IsProbe(to):
+		return reasonProbe
+	}
+	return ""
+}
 
 // UDP tells what becomes of datagrams that a workload sends: questions are answered, nothing else is captured.
 func (m Mesh) UDP(from *workload.Workload, to netip.AddrPort) Report {
 	r := Report{From: nameOf(from), FromAddress: addressLike(from, to.Addr()).String(), To: to.String(), UDP: true, Route: notCaptured}
-	if proxy.IsQuestion(to) && !staysInPod(from, to) {
+	switch r.Reason = m.uncaptured(from, to.Addr()); {
+	case r.Reason != "":
+	case proxy.IsQuestion(to):
 		r.Route = proxy.AnsweredHere.String()
+	default:
+		r.Reason = reasonQuestions
 	}
 	return r
 }
 
-// staysInPod reports whether the kernel of a pod delivers to an address by itself.
-func staysInPod(from *workload.Workload, to netip.AddrPort) bool {
-	return to.Addr().IsLoopback() || slices.Contains(from.Addresses, to.Addr())
-}
-
 // Outbound tells what becomes of a TCP flow that a workload opens.
 func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
+	r := Report{From: nameOf(from), FromAddress: addressLike(from, to.Addr()).String(), To: to.String(), Route: notCaptured}
+	switch r.Reason = m.uncaptured(from, to.Addr()); {
+	case r.Reason == reasonOutside:
+		m.outside(&r, from, to)
+		return r
+	case r.Reason == reasonOwn && m.inMesh(from) && proxy.CheckPort(to.Port()) != nil: // there ztun itself may listen
+		r.refuse(proxy.CheckPort(to.Port()))
+		return r
+	case r.Reason != "":
+		return r
+	}
+	if err := proxy.CheckAddress(to.Addr()); err != nil {
+		r.refuse(err)
+		return r
+	}
 	var trace proxy.Trace
 	q := proxy.Query{Source: from, From: addressLike(from, to.Addr()), Target: to, Network: m.Network, Avoid: m.Avoid, Trace: &trace}
-	branches, heaviest := m.branches(q)
-	q.Rand = heaviest
+	r.Waypoints, q.Rand = m.branches(q)
 	d := proxy.Classify(m.State, &q)
-	r := Report{From: nameOf(from), FromAddress: q.From.String(), To: to.String(), Route: d.Route.String(), Waypoints: branches}
-	switch {
-	case staysInPod(from, to) && d.Err == nil:
-		return Report{From: r.From, FromAddress: r.FromAddress, To: r.To, Route: notCaptured}
-	case d.Route == proxy.AnsweredHere:
+	if r.Route = d.Route.String(); d.Route == proxy.AnsweredHere {
 		return r
 	}
 	m.describe(&r, from, to, &trace)
@@ -256,6 +323,41 @@ func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 	}
 	m.remote(&r, from, &d, waypoint)
 	return r
+}
+
+func (r *Report) refuse(err error) {
+	r.Route, r.Reason, r.Error = proxy.Refuse.String(), "", err.Error()
+}
+
+// outside tells of a flow from a workload outside the mesh. To a service it comes to any of its endpoints: nobody here picks one.
+func (m Mesh) outside(r *Report, from *workload.Workload, to netip.AddrPort) {
+	trace := proxy.Trace{Service: m.State.ServiceAt(m.Network, to.Addr(), from.Namespace)}
+	if trace.Service == nil {
+		trace.Workload = m.State.WorkloadAt(m.Network, to.Addr())
+	}
+	m.describe(r, from, to, &trace)
+	if w := trace.Workload; w != nil {
+		at := m.Inbound(from, addressLike(from, to.Addr()), w, to)
+		r.Policies, r.Verdict, r.Allowed = at.Policies, at.Verdict, at.Allowed
+	}
+	if trace.Service == nil {
+		return
+	}
+	judged := false
+	for _, e := range m.State.Endpoints(trace.Service.Key()) {
+		w, port := e.Workload, proxy.PortOf(e.Workload, trace.Service, to.Port())
+		if port == 0 || w.Network != m.Network || len(w.Addresses) == 0 {
+			continue
+		}
+		a := addressLike(w, to.Addr())
+		at := m.Inbound(from, addressLike(from, a), w, netip.AddrPortFrom(a, port))
+		if judged && at.Verdict != r.Verdict {
+			r.Policies, r.Verdict, r.Allowed = nil, "not the same at each endpoint: --inbound says it of one", nil
+			return
+		}
+		judged = true
+		r.Policies, r.Verdict, r.Allowed = at.Policies, at.Verdict, at.Allowed
+	}
 }
 
 // describe says what the target is.
@@ -346,20 +448,38 @@ func (m Mesh) remote(r *Report, from *workload.Workload, d *proxy.Decision, wayp
 		r.Verdict = "the waypoint decides about the request, and connects to the destination with an identity of its own"
 		return
 	}
-	if d.Route != proxy.OverHBONE {
-		return // it is outside the mesh: nobody asks
-	}
 	source := addressLike(from, d.NextHop.Addr()) // that of the tunnel
-	m.judge(r, authz.Request{Source: netip.AddrPortFrom(source, 0), Peer: from.Identity(), Destination: d.Target, Workload: d.Destination})
+	req := authz.Request{Source: netip.AddrPortFrom(source, 0), Destination: d.NextHop, Workload: d.Destination}
+	if d.Route == proxy.OverHBONE {
+		req.Peer, req.Destination = from.Identity(), d.Target
+	} else if !m.inMesh(d.Destination) {
+		return // nobody asks
+	}
+	m.judge(r, req)
 }
 
-// Inbound tells what policy says of a connection to an address of a workload: over HBONE with the identity of from, or in plaintext from
-// an address.
+// Inbound tells what policy says of a connection to an address of a workload: over HBONE with the identity of from, if both are in the
+// mesh, else in plaintext from an address. from is nil if the source is nobody or hides its identity.
 func (m Mesh) Inbound(from *workload.Workload, source netip.Addr, to *workload.Workload, at netip.AddrPort) Report {
-	r := Report{From: source.String(), To: at.String(), Inbound: true, Destination: "workload " + nameOf(to), Route: "plaintext"}
+	r := Report{From: source.String(), To: at.String(), Inbound: true, Destination: "workload " + nameOf(to), Route: plaintext}
 	req := authz.Request{Source: netip.AddrPortFrom(source, 0), Destination: at, Workload: to}
 	if from != nil {
-		r.From, r.FromAddress, r.Route, req.Peer = nameOf(from), source.String(), proxy.OverHBONE.String(), from.Identity()
+		r.From, r.FromAddress = nameOf(from), source.String()
+	}
+	switch {
+	case !m.inMesh(to):
+		r.Verdict = "the destination is not in the mesh: nobody enforces policy"
+		return r
+	case tun.IsProbe(source):
+		r.Route, r.Reason = notCaptured, reasonProbe
+		return r
+	case from == nil:
+	case !m.inMesh(from):
+		r.Reason = reasonOutside
+	case to.Protocol != workload.ProtocolHBONE:
+		r.Reason = reasonNoHBONE
+	default:
+		r.Route, req.Peer = proxy.OverHBONE.String(), from.Identity()
 	}
 	m.judge(&r, req)
 	return r
@@ -369,7 +489,7 @@ func (m Mesh) Inbound(from *workload.Workload, source netip.Addr, to *workload.W
 func (m Mesh) judge(r *Report, req authz.Request) {
 	port, err := req.Destination.Port(), error(nil)
 	if req.Peer.IsZero() {
-		err = proxy.CheckPort(port)
+		err = cmp.Or(proxy.CheckAddress(req.Source.Addr()), proxy.CheckPort(port))
 	} else {
 		port, err = proxy.ApplicationPort(req.Workload, port)
 	}
@@ -550,19 +670,19 @@ func (m Mesh) Matrix(sources []*workload.Workload) (cells []Cell) {
 type Grant struct {
 	From    string `json:"from"` // identity; "": none, in plaintext
 	Port    uint16 `json:"port"`
-	Allowed bool   `json:"allowed"`
+	Allowed bool   `json:"allowed"` // nobody denies it
 	Verdict string `json:"verdict"`
 	Rule    int    `json:"rule,omitempty"` // of the policy in the verdict, from 1
 }
 
-// InboundMatrix tells for each identity of the mesh, and for none, whether it can talk to a workload: on the ports that it serves, those
+// InboundMatrix tells for each identity that a workload in the mesh has, and for none, whether it can talk to a workload: on the ports that it serves, those
 // that its policies name, and further ones. The source's address is that of its first workload; of none there is no address.
 func (m Mesh) InboundMatrix(to *workload.Workload, further ...uint16) (grants []Grant) {
 	ports := m.portsAt(to, further)
 	ask := func(from *workload.Workload, source netip.Addr, name string) {
 		for _, p := range ports {
 			r := m.Inbound(from, source, to, netip.AddrPortFrom(addressOf(to), p))
-			g := Grant{From: name, Port: p, Allowed: *r.Allowed, Verdict: r.Verdict}
+			g := Grant{From: name, Port: p, Allowed: r.Allowed == nil || *r.Allowed, Verdict: r.Verdict}
 			for _, pol := range r.Policies {
 				if pol.Matched && strings.HasSuffix(r.Verdict, ": "+pol.Key) {
 					g.Rule = pol.Rule
@@ -573,7 +693,7 @@ func (m Mesh) InboundMatrix(to *workload.Workload, further ...uint16) (grants []
 	}
 	seen := make(map[workload.Identity]bool)
 	for _, w := range m.State.State().Workloads {
-		if id := w.Identity(); !seen[id] {
+		if id := w.Identity(); m.inMesh(w) && !seen[id] {
 			seen[id] = true
 			ask(w, addressLike(w, addressOf(to)), id.String())
 		}
@@ -589,16 +709,13 @@ func (m Mesh) portsAt(w *workload.Workload, further []uint16) []uint16 {
 	for _, p := range further {
 		ports[p] = true
 	}
-	for key, own := range w.Services {
+	for key := range w.Services {
 		v := m.State.Service(key)
 		if v == nil {
 			continue
 		}
-		for p, target := range v.Ports {
-			if own[p] != 0 {
-				target = own[p]
-			}
-			if target != 0 {
+		for p := range v.Ports {
+			if target := proxy.PortOf(w, v, p); target != 0 {
 				ports[target] = true
 			}
 		}

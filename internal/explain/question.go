@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"net/netip"
 	"net/url"
+
+	"ztun.dev/ztun/proxy"
 )
 
 // A Question is about one flow, as somebody types it.
@@ -48,14 +50,11 @@ func (m Mesh) Ask(q Question) (r Report, err error) {
 	if err != nil && !anybody {
 		return r, fmt.Errorf("from: %w", err)
 	}
-	like, namespace := address.Unmap(), ""
-	if from != nil {
-		namespace = from.Namespace
-		if !anybody {
-			like = addressOf(from)
-		}
+	like := address.Unmap()
+	if !anybody {
+		like = addressOf(from)
 	}
-	to, err := m.Target(q.To, namespace, like)
+	to, err := m.Target(q.To, from, like)
 	if err != nil {
 		return r, fmt.Errorf("to: %w", err)
 	}
@@ -72,6 +71,11 @@ func (m Mesh) Ask(q Question) (r Report, err error) {
 	source := like
 	if !anybody {
 		source = addressLike(from, to.Addr())
+	}
+	if !source.IsUnspecified() && proxy.StaysInPod(at.Addresses, source) {
+		r = m.Outbound(at, to)
+		r.Inbound = true
+		return r, nil
 	}
 	if q.Plaintext {
 		from = nil

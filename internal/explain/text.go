@@ -43,10 +43,8 @@ func (r *Report) Text() string {
 	switch {
 	case r.Error != "":
 		line("refused", "%s", r.Error)
-	case r.Route == notCaptured && r.UDP:
-		line("transport", "not captured: of UDP only questions, to port 53 of other addresses, come to ztun")
-	case r.Route == notCaptured:
-		line("transport", "not captured: what a pod sends to itself stays in its kernel")
+	case r.Reason != "":
+		line("transport", "%s: %s", r.Route, r.Reason)
 	case r.Route == proxy.AnsweredHere.String():
 		line("transport", "DNS, answered here: names of the mesh from its state, others are forwarded to a resolver")
 	case r.Authority != "":

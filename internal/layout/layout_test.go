@@ -48,7 +48,7 @@ var table = []row{
 	{"dnsproxy", "names of the mesh answered, others forwarded", []string{"workload", "telemetry", "loop"}}, // its resolver waits as set-ups do
 	{"internal/admin", "HTTP for people and probes: state, metrics, readiness, log levels", []string{"workload", "telemetry"}},
 	{"proxy", "decides what happens to a flow and moves its bytes", []string{"stack", "loop", "hbone", "authz", "workload", "telemetry"}},
-	{"internal/explain", "why a flow goes where it goes", []string{"proxy", "authz", "workload"}},
+	{"internal/explain", "why a flow goes where it goes", []string{"tun", "proxy", "dnsproxy", "authz", "workload"}}, // tun's exemptions; names mean what DNS says
 	{"internal/node", "the composition root", []string{
 		"tun", "stack", "proxy", "dnsproxy", "loop", "config", "workload", "ca", "underlay", "identity", "authz", "telemetry", "hbone",
 		"admin", "replay", "explain",

@@ -25,6 +25,7 @@ import (
 	"ztun.dev/ztun/internal/workload"
 	"ztun.dev/ztun/proxy"
 	"ztun.dev/ztun/stack"
+	"ztun.dev/ztun/tun"
 )
 
 // A ReplayConfig says what a capture is played against. State, Source and Emit are required.
@@ -216,7 +217,7 @@ func (r *replayRun) start(at int64) (err error) {
 		only = nil
 	}
 	r.player, err = replay.New(replay.Config{
-		Manual: r.manual, Start: at, Local: func(a netip.Addr) bool { return r.pods[a] != nil }, Done: r.done, Seed: r.seed, Only: only,
+		Manual: r.manual, Start: at, Local: func(a netip.Addr) bool { return r.pods[a] != nil }, Uncaptured: r.uncaptured, Done: r.done, Seed: r.seed, Only: only,
 		Peer: r.cfg.Peer, Replies: r.cfg.Replies, Checksums: r.cfg.Checksums, Decap: r.cfg.Decap, Recorded: r.cfg.Recorded, Played: r.cfg.Played,
 		MaxOpen: r.cfg.MaxOpen,
 	})
@@ -366,7 +367,33 @@ func (r *replayRun) ServeTCP(ctx context.Context, req stack.TCPRequest) {
 	n.attempts++
 	n.answer, n.accepted = "", false
 	r.player.Serving(f)
-	px.ServeTCP(replay.WithFlow(ctx, f), &notedRequest{req, r, f, n})
+	noted := &notedRequest{req, r, f, n}
+	if n.err = checkAddresses(f); n.err != nil {
+		noted.Unreachable(stack.HostUnreachable) // as the rules have it that refuse it
+		return
+	}
+	px.ServeTCP(replay.WithFlow(ctx, f), noted)
+}
+
+// checkAddresses says why a flow does not come to a proxy.
+func checkAddresses(f *replay.Flow) error {
+	return cmp.Or(proxy.CheckAddress(f.Src.Addr()), proxy.CheckAddress(f.Dst.Addr()))
+}
+
+// uncaptured says why a packet between a pod and another address is not captured, or "".
+func (r *replayRun) uncaptured(src, dst netip.Addr) string {
+	p, other := r.pods[src], dst
+	if p == nil {
+		p, other = r.pods[dst], src
+	}
+	switch {
+	case p == nil:
+	case proxy.StaysInPod(p.addrs, other):
+		return "stays_in_the_pod"
+	case tun.IsProbe(other):
+		return "kubelet_probe"
+	}
+	return ""
 }
 
 // podOf is the pod that serves a flow.
@@ -464,8 +491,18 @@ func (r *replayRun) admit(_ context.Context, f *replay.Flow, gateway, t *hbone.T
 	if err != nil || w == nil || !slices.Contains(w.Addresses, dst.Addr()) && !slices.Contains(n.looked, dst.Addr()) {
 		return nil // a waypoint, which decides by itself
 	}
-	self := s.Local(&r.podOf(stack.Flow{Src: f.Src, Dst: f.Dst}).client)
-	v := authz.Evaluate(s, &authz.Request{Source: f.Src, Peer: self.Identity(), Destination: dst, Workload: w, IgnoreMissing: r.cfg.AllowUnknownPolicy})
+	port, err := proxy.ApplicationPort(w, dst.Port())
+	if err != nil {
+		return &hbone.StatusError{Code: http.StatusServiceUnavailable, Reason: proxy.ErrorText(err)}
+	}
+	self, source := s.Local(&r.podOf(stack.Flow{Src: f.Src, Dst: f.Dst}).client), f.Src.Addr()
+	if !slices.Contains(n.looked, t.NextHop.Addr()) { // which has a family by chance
+		source = proxy.SourceAddress(self, source, t.NextHop.Addr())
+	}
+	v := authz.Evaluate(s, &authz.Request{
+		Source: netip.AddrPortFrom(source, f.Src.Port()), Peer: self.Identity(), Destination: netip.AddrPortFrom(dst.Addr(), port), Workload: w,
+		IgnoreMissing: r.cfg.AllowUnknownPolicy,
+	})
 	n.verdict = &v
 	if !v.Allowed {
 		return &hbone.StatusError{Code: http.StatusUnauthorized, Reason: (&proxy.PolicyError{Verdict: v}).Error()}

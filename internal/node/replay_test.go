@@ -490,7 +490,8 @@ func synCapture(t testing.TB, flows [][2]string) []byte {
 	var file bytes.Buffer
 	w := replay.NewWriter(&file, "test", 0, "pod")
 	for i, f := range flows {
-		if err := w.Packet(0, time.Unix(1_772_366_400, int64(i)*1e6), replay.DirUnknown, synPacket(f[0], f[1]), 40, ""); err != nil {
+		b := synPacket(f[0], f[1])
+		if err := w.Packet(0, time.Unix(1_772_366_400, int64(i)*1e6), replay.DirUnknown, b, len(b), ""); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -514,12 +515,17 @@ func answeredBy(t testing.TB, syn []byte, from, to string, flags byte) []byte {
 func synPacket(from, to string) []byte {
 	src, dst := netip.MustParseAddrPort(from), netip.MustParseAddrPort(to)
 	b := []byte{0: 4<<4 | 5, 3: 40, 8: 64, 9: 6, 39: 0}
-	copy(b[12:], src.Addr().AsSlice())
-	copy(b[16:], dst.Addr().AsSlice())
-	binary.BigEndian.PutUint16(b[20:], src.Port())
-	binary.BigEndian.PutUint16(b[22:], dst.Port())
-	binary.BigEndian.PutUint32(b[24:], 1000)
-	b[32], b[33], b[34] = 5<<4, 2, 0xff // the header's length, SYN, window
+	addrs := 12
+	if src.Addr().Is6() {
+		b = []byte{0: 6 << 4, 5: 20, 6: 6, 7: 64, 59: 0}
+		addrs = 8
+	}
+	copy(b[addrs:], append(src.Addr().AsSlice(), dst.Addr().AsSlice()...))
+	t := b[len(b)-20:]
+	binary.BigEndian.PutUint16(t, src.Port())
+	binary.BigEndian.PutUint16(t[2:], dst.Port())
+	binary.BigEndian.PutUint32(t[4:], 1000)
+	t[12], t[13], t[14] = 5<<4, 2, 0xff // the header's length, SYN, window
 	return b
 }
 
@@ -545,7 +551,11 @@ func replayFlows(t testing.TB, st workload.State, capture []byte, change func(*R
 
 // Every flow has its reason, also where the access log of a live node says it once a minute, or a limit refuses.
 func TestReplayTellsEveryReason(t *testing.T) {
-	const questions = 512 // of a pod, and connections for them
+	const (
+		questions = 512 // of a pod, and connections for them
+		multicast = "no TCP connection has a multicast or broadcast address"
+		linkLocal = "TCP to and from link-local IPv6 addresses is refused: a flow does not say of which interface they are"
+	)
 	var asking [][2]string
 	for i := range questions + 2 {
 		asking = append(asking, [2]string{fmt.Sprintf("10.244.1.10:%d", 1024+i), "10.96.0.53:53"})
@@ -558,8 +568,13 @@ func TestReplayTellsEveryReason(t *testing.T) {
 		{"FP-102/flows to the proxy itself within a minute", [][2]string{{"10.9.9.9:1001", "10.244.1.10:15006"}, {"10.9.9.9:1002", "10.244.1.10:15006"}}, map[string]string{
 			"10.9.9.9:1001": "dropped, reset, refused: attempted recursive call to ourselves", "10.9.9.9:1002": "dropped, reset, refused: attempted recursive call to ourselves",
 		}},
-		{"an address that no connection can have", [][2]string{{"10.244.1.10:1001", "224.0.0.1:80"}}, map[string]string{
-			"10.244.1.10:1001": "dropped, , refused: the netstack took no SYN of it",
+		{"addresses that no connection can have", [][2]string{{"10.244.1.10:1001", "224.0.0.1:80"}, {"10.244.1.10:1002", "255.255.255.255:80"}, {"[fd00:1::10]:1003", "[ff02::1]:80"}}, map[string]string{
+			"10.244.1.10:1001": "dropped, , refused: " + multicast, "10.244.1.10:1002": "dropped, , refused: " + multicast,
+			"[fd00:1::10]:1003": "dropped, , refused: " + multicast,
+		}},
+		{"FP-75/link-local addresses", [][2]string{{"[fd00:1::10]:1001", "[fe80::1]:80"}, {"[fe80::1]:1002", "[fd00:1::10]:80"}, {"[fd00:1::10]:1003", "[fe80::1]:53"}, {"10.244.1.10:1004", "169.254.169.254:80"}}, map[string]string{
+			"[fd00:1::10]:1001": "dropped, unreachable, refused: " + linkLocal, "[fe80::1]:1002": "dropped, unreachable, refused: " + linkLocal,
+			"[fd00:1::10]:1003": "dropped, unreachable, refused: " + linkLocal, "10.244.1.10:1004": "passthrough, , the capture ends: ",
 		}},
 		{"more connections for questions than there can be", asking, map[string]string{
 			"10.244.1.10:1535": "dns, accepted, the capture ends: ", "10.244.1.10:1536": "dropped, reset, refused: a limit of connections for questions was reached",
@@ -575,6 +590,33 @@ func TestReplayTellsEveryReason(t *testing.T) {
 				if got := f.Class + ", " + f.Answer + ", " + f.Close + ": " + f.Error; got != want {
 					t.Errorf("from %s: %q, want %q", src, got, want)
 				}
+			}
+		})
+	}
+}
+
+// What a pod sends to itself is in captures of all its interfaces, and stays in its kernel; kubelet's probes are exempt. Nothing is decided
+// about either.
+func TestReplayOfWhatIsNotCaptured(t *testing.T) {
+	const own, probe = "stays_in_the_pod 1", "kubelet_probe 1"
+	for _, f := range [][3]string{
+		{"10.244.1.10:1001", "10.244.1.10:80", own},
+		{"10.244.1.10:1001", "10.244.1.10:15006", own},
+		{"10.244.1.10:1001", "10.244.1.10:53", own},
+		{"10.244.1.10:1001", "127.0.0.1:80", own},
+		{"127.0.0.1:1001", "10.244.1.10:80", own},
+		{"10.244.1.10:1001", "0.0.0.0:80", own},
+		{"[fd00:1::10]:1001", "[fd00:1::10]:80", own},
+		{"[fd00:1::10]:1001", "[::1]:80", own},
+		{"[fd00:1::10]:1001", "[::]:80", own},
+		{"169.254.7.127:1001", "10.244.2.20:8080", probe},
+		{"10.244.2.20:8080", "169.254.7.127:1001", probe},
+		{"[fd16:9254:7127:1337:ffff:ffff:ffff:ffff]:1001", "[fd00:2::20]:8080", probe},
+	} {
+		t.Run("FP-78/"+f[0]+" to "+f[1], func(t *testing.T) {
+			out, report := replayBytes(t, replayState(t), synCapture(t, [][2]string{{f[0], f[1]}}), func(c *ReplayConfig) { c.Checksums = replay.ChecksumsOff })
+			if out != "" || report.Packets.Unused() != f[2] {
+				t.Errorf("not played: %q, want %q; records:\n%s", report.Packets.Unused(), f[2], out)
 			}
 		})
 	}

@@ -214,13 +214,16 @@ func (r *ReplayFlow) classify(f *replay.Flow, n *flowNote) {
 	}
 }
 
+// errNoSYN is the reason of a flow whose SYNs make no sense.
+var errNoSYN = errors.New("the netstack took no SYN of it")
+
 // answerNotCaptured is that of a flow which the kernel carries.
 const answerNotCaptured = "not captured"
 
 func (r *ReplayFlow) closed(f *replay.Flow, n *flowNote) {
 	switch {
 	case n.attempts == 0:
-		r.Close, r.Error = "refused", "the netstack took no SYN of it"
+		r.Close, r.Error = "refused", cmp.Or(checkAddresses(f), errNoSYN).Error()
 		return
 	case f.Cut == replay.CutEnd && (n.err == nil || errors.Is(n.err, errCaptureEnds)):
 		r.Close = errCaptureEnds.Error()

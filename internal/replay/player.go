@@ -55,6 +55,10 @@ type Config struct {
 	Local  func(netip.Addr) bool // whether an address is that of a pod that is served
 	Done   func(f *Flow)         // is told of each flow once it is over
 
+	// Uncaptured says why a packet between two addresses never comes to the netstack of a pod, by a key of Counts.NotPlayed, or "". nil:
+	// none is known.
+	Uncaptured func(src, dst netip.Addr) string
+
 	Start     int64 // nanoseconds since 1970: the time of the first packet, at which the clock of Manual stands
 	Peer      Peer
 	Replies   []byte
@@ -241,6 +245,12 @@ func (p *Player) ip(b []byte, wire, depth int) {
 	case k.extended:
 		p.skip("ipv6_extension")
 	case k.proto == protoTCP, k.proto == protoUDP:
+		if p.cfg.Uncaptured != nil {
+			if why := p.cfg.Uncaptured(k.src.Addr(), k.dst.Addr()); why != "" {
+				p.skip(why)
+				return
+			}
+		}
 		if !p.sumFits(&k) {
 			p.skip("checksum")
 			return
