@@ -13,14 +13,17 @@ import (
 // in the nat table of iptables. "" means that there are none. They act on a packet before it could be led to a device. Rules of
 // legacy iptables cannot be read; that its nat table is in use counts as a sign of them.
 func Redirected(netns *Netns) (found string, err error) {
+	failed := func(what string, err error) error {
+		return fmt.Errorf("tun: netns %s: rules of istio-cni: %s: %w", netns, what, err)
+	}
 	err = netns.Do(func() error {
 		conn, err := nftables.New()
 		if err != nil {
-			return err
+			return failed("nftables", err)
 		}
 		chains, err := conn.ListChains()
 		if err != nil {
-			return fmt.Errorf("list chains: %w", err)
+			return failed("list chains", err)
 		}
 		for _, c := range chains {
 			if c.Table.Name == "istio-ambient-nat" || c.Name == "ISTIO_OUTPUT" || c.Name == "ISTIO_PRERT" {
@@ -36,8 +39,5 @@ func Redirected(netns *Netns) (found string, err error) {
 		}
 		return nil
 	})
-	if err != nil {
-		return "", fmt.Errorf("tun: netns %s: rules of istio-cni: %w", netns, err)
-	}
-	return found, nil
+	return found, err
 }

@@ -152,8 +152,8 @@ func TestNetnsWithoutPrivilege(t *testing.T) {
 		file    string
 		want    []string
 	}{
-		{"root", b.file(0), []string{"pod shop/client", "permission denied", "run as root, or with CAP_SYS_ADMIN"}},
-		{"capabilities", mounted, []string{"pod shop/client", "operation not permitted", "CAP_SYS_ADMIN"}},
+		{"root", b.file(0), []string{"need root; run it with sudo", "CAP_SYS_ADMIN"}},
+		{"capabilities", mounted, []string{"capabilities that are missing: CAP_NET_ADMIN, CAP_NET_RAW, CAP_SYS_ADMIN"}},
 		{"tun", b.file(0), []string{"pod shop/client", "/dev/net/tun", "load the tun module"}},
 	} {
 		unchanged(t, b.pods[:2], func() {

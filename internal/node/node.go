@@ -117,8 +117,11 @@ type Options struct {
 }
 
 // Run serves the pods of the configuration until ctx ends, then ends in order. An error that wraps ErrInvalid is the
-// user's to mend; nothing was touched then.
+// user's to mend; nothing was touched then. Nothing is begun either, or logged, where the process may not do what it has to.
 func Run(ctx context.Context, cfg *config.Config, o Options) error {
+	if err := checkPrivilege(); err != nil {
+		return err
+	}
 	n, err := build(cfg, o)
 	if err != nil {
 		return err
@@ -456,9 +459,6 @@ func (n *Node) newDNS(u *underlay.Underlay) (*dnsproxy.Server, error) {
 func openStateDir(socket string) (string, error) {
 	dir := filepath.Join(filepath.Dir(socket), "ztun-state")
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		if os.Geteuid() != 0 {
-			return "", fmt.Errorf("state directory: %w; run as root: network namespaces need it, too", err)
-		}
 		return "", fmt.Errorf("state directory: %w; set ZTUN_HANDOVER_SOCKET (handoverSocket in the file) to a path in a writable directory", err)
 	}
 	return dir, nil

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 )
@@ -175,7 +176,11 @@ func (w *lineWriter) attr(prefix string, a slog.Attr) {
 	case slog.KindTime:
 		w.plain(v.Time().UTC().Format(timeLayout))
 	case slog.KindString:
-		w.quoted(v.String())
+		if s := v.String(); a.Key == "error" || a.Key == "reason" {
+			w.quoted(oneError(s))
+		} else {
+			w.quoted(s)
+		}
 	default:
 		w.value(v.Any())
 	}
@@ -187,7 +192,7 @@ func (w *lineWriter) value(v any) {
 	case nil:
 		w.b = append(w.b, "null"...)
 	case error:
-		w.quoted(v.Error())
+		w.quoted(oneError(v.Error()))
 	case interface {
 		encoding.TextMarshaler
 		fmt.Stringer
@@ -200,6 +205,9 @@ func (w *lineWriter) value(v any) {
 		w.quoted(fmt.Sprint(v))
 	}
 }
+
+// oneError is the text of an error in one line: errors.Join gives each of several a line of its own.
+func oneError(s string) string { return strings.ReplaceAll(s, "\n", "; ") }
 
 // plain is text of ours without anything to escape.
 func (w *lineWriter) plain(s string) {

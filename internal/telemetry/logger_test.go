@@ -26,6 +26,7 @@ func (secretive) LogValue() slog.Value { return slog.StringValue("resolved") }
 func writeLines(log *slog.Logger) {
 	log.Info("ready", "pods", 3, "took", 12300*time.Microsecond, "ok", true, "share", 0.5)
 	log.Warn("no attributes")
+	log.Warn("joined", "reason", errors.Join(errors.New("one"), errors.New("two")).Error(), "text", "a\nb")
 	pod := log.With(TargetKey, "inpod::statemanager").With(slog.Group("proxy", "wl", "shop/cart"))
 	pod.Info("pod received, starting proxy", "uid", "5d8c", "addr", netip.MustParseAddr("10.0.0.1"), "error", errors.New("a \"b\"\nc"))
 	pod.WithGroup("dst").Error("in a group", "addr", netip.MustParseAddrPort("10.0.0.1:80"), slog.Group("", "v", secretive{}), slog.Group("w", "x", 1))
@@ -40,7 +41,8 @@ func TestLoggerPlain(t *testing.T) {
 	want := strings.Join([]string{
 		"T\tinfo\tnode\tready\tpods=3 took=12.3ms ok=true share=0.5",
 		"T\twarn\tnode\tno attributes",
-		"T\tinfo\tinpod::statemanager:proxy{wl=\"shop/cart\"}\tpod received, starting proxy\tuid=\"5d8c\" addr=10.0.0.1 error=\"a \\\"b\\\"\\nc\"",
+		"T\twarn\tnode\tjoined\treason=\"one; two\" text=\"a\\nb\"",
+		"T\tinfo\tinpod::statemanager:proxy{wl=\"shop/cart\"}\tpod received, starting proxy\tuid=\"5d8c\" addr=10.0.0.1 error=\"a \\\"b\\\"; c\"",
 		"T\terror\tinpod::statemanager:proxy{wl=\"shop/cart\"}\tin a group\tdst.addr=10.0.0.1:80 dst.v=\"resolved\" dst.w.x=1",
 		"T\tdebug\tdns\tenough\tnone=null list=\"[a]\"",
 		"",
@@ -57,7 +59,8 @@ func TestLoggerJSON(t *testing.T) {
 	want := strings.Join([]string{
 		`{"level":"info","time":"T","scope":"ztunnel::node","message":"ready","pods":3,"took":"12.3ms","ok":true,"share":0.5}`,
 		`{"level":"warn","time":"T","scope":"ztunnel::node","message":"no attributes"}`,
-		`{"level":"info","time":"T","scope":"ztunnel::inpod::statemanager","message":"pod received, starting proxy","proxy":{"wl":"shop/cart"},"uid":"5d8c","addr":"10.0.0.1","error":"a \"b\"\nc"}`,
+		`{"level":"warn","time":"T","scope":"ztunnel::node","message":"joined","reason":"one; two","text":"a\nb"}`,
+		`{"level":"info","time":"T","scope":"ztunnel::inpod::statemanager","message":"pod received, starting proxy","proxy":{"wl":"shop/cart"},"uid":"5d8c","addr":"10.0.0.1","error":"a \"b\"; c"}`,
 		`{"level":"error","time":"T","scope":"ztunnel::inpod::statemanager","message":"in a group","proxy":{"wl":"shop/cart"},"dst.addr":"10.0.0.1:80","dst.v":"resolved","dst.w.x":1}`,
 		`{"level":"debug","time":"T","scope":"ztunnel::dns","message":"enough","none":null,"list":"[a]"}`,
 		"",
