@@ -487,24 +487,38 @@ func TestEndDoesNotWaitForEver(t *testing.T) {
 }
 
 func TestPortsThatAreTaken(t *testing.T) {
-	taken, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", ":0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer taken.Close()
-	l := newLab(t, &fake{})
-	cfg := l.cfg
-	cfg.Ports.Ready = taken.Addr().(*net.TCPAddr).Port
-	s, err := New(cfg)
-	if err != nil {
-		t.Fatal(err)
-	}
-	err = s.Run(t.Context())
-	if err == nil || !strings.Contains(err.Error(), "admin: readiness: listen tcp :") {
-		t.Errorf("error = %v", err)
-	}
-	if got := s.Addrs("admin"); got != nil {
-		t.Errorf("still listens on %v", got)
+	for _, tt := range []struct {
+		name string
+		addr string
+		set  func(p *Ports, port int)
+		want string
+	}{
+		{"admin", "127.0.0.1:0", func(p *Ports, port int) { p.Admin = port }, ", or set proxyAdminPort (--proxy-admin-port) to another"},
+		{"metrics", ":0", func(p *Ports, port int) { p.Stats = port }, ", or set statsPort (--stats-port) to another"},
+		{"readiness", ":0", func(p *Ports, port int) { p.Ready = port }, "; this port is fixed"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			taken, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", tt.addr)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer taken.Close()
+			l := newLab(t, &fake{})
+			cfg := l.cfg
+			tt.set(&cfg.Ports, taken.Addr().(*net.TCPAddr).Port)
+			s, err := New(cfg)
+			if err != nil {
+				t.Fatal(err)
+			}
+			err = s.Run(t.Context())
+			want := "bind: address already in use; stop the process that holds the port (ss -ltnp names it)" + tt.want
+			if err == nil || !strings.HasPrefix(err.Error(), "admin: "+tt.name+": listen tcp ") || !strings.HasSuffix(err.Error(), want) {
+				t.Errorf("error = %v, want %q at its end", err, want)
+			}
+			if got := s.Addrs("admin"); got != nil {
+				t.Errorf("still listens on %v", got)
+			}
+		})
 	}
 }
 

@@ -76,6 +76,7 @@ type Server struct {
 // A site is one port.
 type site struct {
 	name      string
+	setting   string // that moves it, as key and flag; "": none does
 	addrs     []string
 	listeners []net.Listener
 	handler   http.Handler
@@ -89,8 +90,8 @@ func New(cfg Config) (*Server, error) {
 	}
 	s := &Server{cfg: cfg, ended: make(chan struct{})}
 	s.sites = []*site{
-		{name: "admin", addrs: hosts(cfg.Ports.Admin, 15000, "127.0.0.1", "::1"), handler: s.adminHandler()},
-		{name: "metrics", addrs: hosts(cfg.Ports.Stats, 15020, ""), handler: exact(map[string]http.HandlerFunc{
+		{name: "admin", setting: "proxyAdminPort (--proxy-admin-port)", addrs: hosts(cfg.Ports.Admin, 15000, "127.0.0.1", "::1"), handler: s.adminHandler()},
+		{name: "metrics", setting: "statsPort (--stats-port)", addrs: hosts(cfg.Ports.Stats, 15020, ""), handler: exact(map[string]http.HandlerFunc{
 			"/metrics": cfg.Metrics.ServeHTTP, "/stats/prometheus": cfg.Metrics.ServeHTTP,
 		})},
 		{name: "readiness", addrs: hosts(cfg.Ports.Ready, 15021, ""), handler: exact(map[string]http.HandlerFunc{
@@ -133,7 +134,7 @@ func (s *Server) Listen(ctx context.Context) error {
 		for _, addr := range x.addrs {
 			l, err := lc.Listen(ctx, "tcp", addr)
 			if err != nil {
-				last = fmt.Errorf("admin: %s: %w", x.name, err)
+				last = x.explain(err)
 				if errors.Is(err, syscall.EAFNOSUPPORT) || errors.Is(err, syscall.EADDRNOTAVAIL) {
 					continue
 				}
@@ -148,6 +149,20 @@ func (s *Server) Listen(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// explain says of an error of listening what can be done.
+func (x *site) explain(err error) error {
+	if !errors.Is(err, syscall.EADDRINUSE) {
+		return fmt.Errorf("admin: %s: %w", x.name, err)
+	}
+	hint := "stop the process that holds the port (ss -ltnp names it)"
+	if x.setting != "" {
+		hint += ", or set " + x.setting + " to another"
+	} else {
+		hint += "; this port is fixed"
+	}
+	return fmt.Errorf("admin: %s: %w; %s", x.name, err, hint)
 }
 
 // Addrs are the addresses that a port listens on, by its name: admin, metrics or readiness.
