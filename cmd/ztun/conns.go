@@ -2,6 +2,7 @@ package main
 
 import (
 	"cmp"
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -60,14 +61,9 @@ has its parts: classify, policy, resolve, connect, tls and response.`,
 		if err := f.check(); err != nil {
 			return err
 		}
-		url := "http://" + f.admin + "/debug/conns"
-		data, err := fetch(cmd.Context(), url)
-		if err != nil {
-			return fmt.Errorf("ztun conns: %w; is a ztun running here? --admin says where", err)
-		}
 		var list []admin.Connection
-		if err := json.Unmarshal(data, &list); err != nil {
-			return fmt.Errorf("ztun conns: %s: %w", url, err)
+		if err := f.ask(cmd.Context(), "/debug/conns", &list); err != nil {
+			return fmt.Errorf("ztun conns: %w", err)
 		}
 		list = f.choose(list)
 		if *o == outputJSON {
@@ -78,7 +74,22 @@ has its parts: classify, policy, resolve, connect, tls and response.`,
 	return cmd
 }
 
+// ask reads what the running ztun has at a path.
+func (f *connsFlags) ask(ctx context.Context, path string, v any) error {
+	data, err := fetch(ctx, f.admin, path)
+	if err != nil {
+		return fmt.Errorf("%w; is a ztun running there? --admin says where one is", err)
+	}
+	if json.Unmarshal(data, v) != nil {
+		return noZtun(f.admin, path)
+	}
+	return nil
+}
+
 func (f *connsFlags) check() error {
+	if err := checkAdmin(f.admin); err != nil {
+		return usagef("ztun conns: %w", err)
+	}
 	if f.state != "" && !slices.Contains(connStates, f.state) {
 		return usagef("ztun conns: --state: %q is none of %s%s", f.state, strings.Join(connStates, ", "), config.Suggestion(f.state, connStates))
 	}

@@ -85,17 +85,17 @@ func TestConnsAreChosenAndSorted(t *testing.T) {
 
 func TestConnsRefuses(t *testing.T) {
 	for args, want := range map[string]string{
-		"--state half-open": `ztun: ztun conns: --state: "half-open" is none of connecting, open`,
-		"--sort name":       `ztun: ztun conns: --sort: "name" is none of`,
-		"--idle-over -1s":   `ztun: ztun conns: --idle-over: -1s is negative`,
-		"now":               `ztun: ztun conns: unexpected argument "now"`,
+		"--state half-open": `ztun conns: --state: "half-open" is none of connecting, open`,
+		"--sort name":       `ztun conns: --sort: "name" is none of`,
+		"--idle-over -1s":   `ztun conns: --idle-over: -1s is negative`,
+		"now":               `ztun conns: unexpected argument "now"`,
 	} {
 		if code, out, errs := askConns(t, strings.Fields(args)...); code != exitUsage || out != "" || !strings.HasPrefix(errs, want) {
 			t.Errorf("%s: code %d, %q, %q; want 2 and %q", args, code, out, errs, want)
 		}
 	}
 	var stderr bytes.Buffer
-	if code := run(t.Context(), []string{"conns", "--admin", "127.0.0.1:1"}, nil, io.Discard, &stderr); code != exitFailure || !strings.Contains(stderr.String(), "is a ztun running here? --admin says where") {
+	if code := run(t.Context(), []string{"conns", "--admin", "127.0.0.1:1"}, nil, io.Discard, &stderr); code != exitFailure || !strings.Contains(stderr.String(), "ztun conns: 127.0.0.1:1: connection refused; is a ztun running there? --admin says where one is\n") {
 		t.Errorf("nobody there: code %d, %s", code, stderr.String())
 	}
 }

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -12,7 +11,6 @@ import (
 	"strconv"
 	"strings"
 	"text/tabwriter"
-	"time"
 
 	"github.com/spf13/cobra"
 
@@ -62,6 +60,9 @@ The state is that of a running ztun (--admin), or of a file (--state): a mesh st
 }
 
 func (f *explainFlags) run(ctx context.Context, o output, w io.Writer) error {
+	if err := checkAdmin(f.admin); err != nil {
+		return usagef("ztun explain: %w", err)
+	}
 	switch {
 	case f.matrix && f.Inbound && (f.To == "" || f.From != "" || f.Plaintext):
 		return usagef("ztun explain: --inbound --matrix goes with --to only")
@@ -98,14 +99,13 @@ func (f *explainFlags) run(ctx context.Context, o output, w io.Writer) error {
 
 // askRunning has a running ztun answer by its own state. One that cannot, such as ztunnel, may still have a dump.
 func (f *explainFlags) askRunning(ctx context.Context) (r explain.Report, answered bool, err error) {
-	url := "http://" + f.admin + "/debug/explain"
-	status, data, err := get(ctx, url+"?"+f.Query().Encode())
+	status, data, err := get(ctx, f.admin, "/debug/explain?"+f.Query().Encode())
 	switch {
 	case err != nil:
 		return r, false, notRunning(err)
 	case status == http.StatusOK:
-		if err = json.Unmarshal(data, &r); err != nil {
-			return r, false, usageError{fmt.Errorf("ztun explain: %s: %w", url, err)}
+		if json.Unmarshal(data, &r) != nil {
+			return r, false, fmt.Errorf("ztun explain: %w", noZtun(f.admin, "/debug/explain"))
 		}
 		return r, true, nil
 	case status == http.StatusBadRequest:
@@ -115,7 +115,7 @@ func (f *explainFlags) askRunning(ctx context.Context) (r explain.Report, answer
 }
 
 func notRunning(err error) error {
-	return fmt.Errorf("ztun explain: %w; is a ztun running here? --admin says where, --state takes a file instead", err)
+	return fmt.Errorf("ztun explain: %w; is a ztun running there? --admin says where one is, --state takes a file instead", err)
 }
 
 func printReport(r *explain.Report, err error, o output, w io.Writer) error {
@@ -207,7 +207,7 @@ func (f *explainFlags) mesh(ctx context.Context) (m explain.Mesh, err error) {
 	name, data := f.state, []byte(nil)
 	if f.state == "" {
 		name = "http://" + f.admin + "/config_dump"
-		if data, err = fetch(ctx, name); err != nil {
+		if data, err = fetch(ctx, f.admin, "/config_dump"); err != nil {
 			return m, notRunning(err)
 		}
 	} else if data, err = os.ReadFile(f.state); err != nil {
@@ -246,36 +246,4 @@ func parseState(name string, data []byte) (st workload.State, settings map[strin
 	}
 	st, err = workload.ParseDump(name, data)
 	return st, settings, err
-}
-
-// maxDump is the largest dump that is read, in bytes: a million workloads are about a gigabyte.
-const maxDump = 2 << 30
-
-// fetch returns what is at a URL; any status but 200 is an error.
-func fetch(ctx context.Context, url string) ([]byte, error) {
-	status, data, err := get(ctx, url)
-	if err == nil && status != http.StatusOK {
-		err = fmt.Errorf("%s: %d %s", url, status, http.StatusText(status))
-	}
-	return data, err
-}
-
-func get(ctx context.Context, url string) (status int, data []byte, err error) {
-	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
-	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
-	if err != nil {
-		return 0, nil, err
-	}
-	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}} // past proxies of the environment
-	resp, err := client.Do(req)
-	if err != nil {
-		return 0, nil, err
-	}
-	defer resp.Body.Close()
-	data, err = io.ReadAll(io.LimitReader(resp.Body, maxDump+1))
-	if len(data) > maxDump {
-		return 0, nil, errors.New(url + ": the answer is too large")
-	}
-	return resp.StatusCode, data, err
 }

@@ -83,7 +83,7 @@ func TestExplainHasARunningZtunAnswer(t *testing.T) {
 			0, "verdict     allowed: no allow policies\n",
 			explain.Question{From: "192.0.2.9", To: "shop/cart:80", Inbound: true, Plaintext: true},
 		},
-		{[]string{"--from", "shop/x", "--to", "192.0.2.1:80"}, 2, "ztun: ztun explain: --from: the state has no workload shop/x\n", explain.Question{From: "shop/x", To: "192.0.2.1:80"}},
+		{[]string{"--from", "shop/x", "--to", "192.0.2.1:80"}, 2, "ztun explain: --from: the state has no workload shop/x\n", explain.Question{From: "shop/x", To: "192.0.2.1:80"}},
 	} {
 		asked = nil
 		var stdout, stderr bytes.Buffer

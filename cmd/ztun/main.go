@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"regexp"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -41,8 +42,12 @@ func run(ctx context.Context, args, env []string, stdout, stderr io.Writer) int 
 	if code := exitCode(0); errors.As(err, &code) {
 		return int(code)
 	}
-	// Nobody is left to tell if this fails.
-	_, _ = fmt.Fprintln(stderr, "ztun: "+strings.ReplaceAll(err.Error(), "\n", "\nztun: "))
+	for line := range strings.SplitSeq(err.Error(), "\n") {
+		if !commandPath.MatchString(line) {
+			line = "ztun: " + line
+		}
+		_, _ = fmt.Fprintln(stderr, line) // nobody is left to tell if this fails
+	}
 	var coded interface{ ExitCode() int }
 	switch {
 	case errors.As(err, &coded):
@@ -52,6 +57,9 @@ func run(ctx context.Context, args, env []string, stdout, stderr io.Writer) int 
 	}
 	return exitFailure
 }
+
+// commandPath matches the beginning of an error that says of which command it is.
+var commandPath = regexp.MustCompile(`^ztun( [a-z-]+)*: `)
 
 // errUsage is wrapped by errors that the user mends on the command line or in the configuration. It says nothing itself.
 var errUsage = errors.New("usage")
@@ -102,8 +110,12 @@ func commandNames(root *cobra.Command) []string {
 	return names
 }
 
-// flagError names the nearest flag if one is unknown.
+// flagError names the nearest flag if one is unknown, and says what is wanted if a value is not right.
 func flagError(cmd *cobra.Command, err error) error {
+	if bad, ok := errors.AsType[*pflag.InvalidValueError](err); ok {
+		f := bad.GetFlag()
+		return usagef("%s: invalid flag --%s=%s (%s)", cmd.CommandPath(), f.Name, bad.GetValue(), wanted(f.Value.Type(), bad.Unwrap()))
+	}
 	var unknown *pflag.NotExistError
 	if !errors.As(err, &unknown) || len(unknown.GetSpecifiedName()) < 2 {
 		return usagef("%s: %w", cmd.CommandPath(), err)
@@ -112,6 +124,19 @@ func flagError(cmd *cobra.Command, err error) error {
 	cmd.Flags().VisitAll(func(f *pflag.Flag) { names = append(names, "--"+f.Name) })
 	name := "--" + unknown.GetSpecifiedName()
 	return usagef("%s: unknown flag %s%s", cmd.CommandPath(), name, config.Suggestion(name, names))
+}
+
+// wanted says what a flag of a type takes. The package's own types say it in terms of Go, ours (err) in words.
+func wanted(kind string, err error) string {
+	switch kind {
+	case "bool":
+		return "want true or false"
+	case "duration":
+		return "want a duration such as 5s, 1m30s or 500ms"
+	case "uint", "uint64":
+		return "want a whole number that is not negative"
+	}
+	return err.Error()
 }
 
 // noArgs is cobra.NoArgs with our exit code.

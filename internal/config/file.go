@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"unicode/utf8"
 
 	"go.yaml.in/yaml/v3"
 )
@@ -24,7 +25,9 @@ func (l *loader) parse(name string, data []byte) {
 	dec := yaml.NewDecoder(bytes.NewReader(data))
 	var doc yaml.Node
 	if err := dec.Decode(&doc); err != nil {
-		if !errors.Is(err, io.EOF) {
+		if line := notText(data); line > 0 {
+			l.errorf("%s:%d: this is no text in UTF-8; want a YAML file", name, line)
+		} else if !errors.Is(err, io.EOF) {
 			l.errorf("%s:%s", name, yamlLine.ReplaceAllString(err.Error(), "$1 "))
 		}
 		return
@@ -42,6 +45,18 @@ func (l *loader) parse(name string, data []byte) {
 	if root := resolve(doc.Content[0]); !isNull(root) {
 		f.mapping(root, "", fields)
 	}
+}
+
+// notText is the line of the first byte that no YAML file in UTF-8 has, such as those of a packet capture; 0: there is none.
+func notText(data []byte) (line int) {
+	for i := 0; i < len(data); {
+		r, n := utf8.DecodeRune(data[i:])
+		if r == 0 || r == utf8.RuneError && n == 1 {
+			return 1 + bytes.Count(data[:i], []byte("\n"))
+		}
+		i += n
+	}
+	return 0
 }
 
 // HasKey reports whether a YAML mapping has one of the keys.

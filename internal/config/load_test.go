@@ -245,6 +245,9 @@ func TestFileErrors(t *testing.T) {
 		}},
 		{"root", "- a\n", []string{`config: node.yaml:1: want a mapping, have a list`}},
 		{"syntax", "network: a\n  b: c\n", []string{`config: node.yaml:2: mapping values are not allowed in this context`}},
+		{"a packet capture", "\xd4\xc3\xb2\xa1\x02\x00", []string{`config: node.yaml:1: this is no text in UTF-8; want a YAML file`}},
+		{"a program", "\x7fELF\x02\x01\x01\x00", []string{`config: node.yaml:1: this is no text in UTF-8; want a YAML file`}},
+		{"Latin-1", "network: a\nclusterId: caf\xe9\n", []string{`config: node.yaml:2: this is no text in UTF-8; want a YAML file`}},
 		{"two documents", "network: a\n---\nnetwork: b\n", []string{`config: node.yaml: more than one YAML document; put everything into one`}},
 		{"pods", `pods:
 - {netns: /run/netns/a, nam: a, namespace: shop}

@@ -8,6 +8,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"unicode/utf8"
 
 	"go.yaml.in/yaml/v3"
 )
@@ -30,6 +31,9 @@ func ParseStatic(name string, data []byte) (State, error) {
 		if errors.Is(err, io.EOF) {
 			return State{}, fmt.Errorf("%s:1: the file is empty; an empty mesh is {}", name)
 		}
+		if line := notText(data); line > 0 {
+			return State{}, fmt.Errorf("%s:%d: this is no text in UTF-8; want a YAML file", name, line)
+		}
 		return State{}, fmt.Errorf("%s: %s", name, strings.TrimPrefix(err.Error(), "yaml: "))
 	}
 	if err := dec.Decode(new(yaml.Node)); !errors.Is(err, io.EOF) {
@@ -46,6 +50,18 @@ func ParseStatic(name string, data []byte) (State, error) {
 		d.check(st, lines)
 	}
 	return st, d.err()
+}
+
+// notText is the line of the first byte that no YAML file in UTF-8 has, such as those of a packet capture; 0: there is none.
+func notText(data []byte) (line int) {
+	for i := 0; i < len(data); {
+		r, n := utf8.DecodeRune(data[i:])
+		if r == 0 || r == utf8.RuneError && n == 1 {
+			return 1 + bytes.Count(data[:i], []byte("\n"))
+		}
+		i += n
+	}
+	return 0
 }
 
 func listOf[T any](d *decoder, dst *[]*T, lines map[any]*yaml.Node, item func(*T, *yaml.Node, string)) field {

@@ -120,6 +120,8 @@ func TestParseStaticNamesEveryMistakeWithItsLine(t *testing.T) {
 		{"unknown top-level key", "workload: []", "mesh.yaml:1: workload: unknown key; did you mean \"workloads\"?"},
 		{"not YAML", "a: [", "mesh.yaml: line 1: did not find expected node content"},
 		{"empty", "", "mesh.yaml:1: the file is empty"},
+		{"a packet capture", "\xd4\xc3\xb2\xa1\x02\x00", "mesh.yaml:1: this is no text in UTF-8; want a YAML file"},
+		{"Latin-1", "workloads:\n- {name: caf\xe9}\n", "mesh.yaml:2: this is no text in UTF-8; want a YAML file"},
 		{"two documents", "{}\n---\n{}", "more than one YAML document"},
 		{"a list at the top", "[]", "want a mapping, have a list"},
 		{"bad address", "workloads:\n- {namespace: a, services: {}, workloadIps: [10.0.0.300]}", "mesh.yaml:2: workloads[0].workloadIps[0]: want an IP address, have \"10.0.0.300\""},
