@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/netip"
 	"os"
 	"runtime"
@@ -76,21 +77,12 @@ Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could n
 }
 
 func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err error) {
-	if err := f.overwrites(args); err != nil {
-		return err
-	}
 	cfg, err := f.config(cmd.InOrStdin(), args)
 	if err != nil {
 		return usageError{fmt.Errorf("ztun replay: %w", err)}
 	}
 	if f.script != "" {
 		return f.playScript(cmd.OutOrStdout(), cfg, o)
-	}
-	if f.anonymize != "" {
-		if err := f.writeAnonymized(cfg, cmd.ErrOrStderr()); err != nil {
-			return fmt.Errorf("ztun replay: --anonymize: %w", err)
-		}
-		return problems(cmd.ErrOrStderr(), cfg.Source.Problems())
 	}
 	var expected []byte
 	if f.expect != "" {
@@ -101,6 +93,32 @@ func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err erro
 			o = outputJSON
 		}
 	}
+	files, err := f.create(cmd.InOrStdin(), cfg.Source)
+	if err != nil {
+		return err
+	}
+	code := exitOK
+	if f.anonymize != "" {
+		code, err = f.writeAnonymized(cfg, files, cmd.ErrOrStderr())
+	} else {
+		code, err = f.play(cmd, cfg, files, o, expected)
+	}
+	for _, flag := range slices.Sorted(maps.Keys(files)) {
+		if failed := files[flag].finish(err == nil); failed != nil {
+			err = errors.Join(err, fmt.Errorf("--%s: %w", flag, failed))
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("ztun replay: %w", err)
+	}
+	if code != exitOK {
+		return exitCode(code)
+	}
+	return nil
+}
+
+// play plays captures, and returns the exit code.
+func (f *replayFlags) play(cmd *cobra.Command, cfg *node.ReplayConfig, files map[string]*outFile, o output, expected []byte) (code int, err error) {
 	out := bufio.NewWriterSize(cmd.OutOrStdout(), 64<<10)
 	var kept bytes.Buffer
 	var w io.Writer = out
@@ -117,18 +135,21 @@ func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err erro
 			return printChange(w, o, a, b)
 		}
 	}
-	finish, err := f.writers(cfg)
-	if err != nil {
-		return fmt.Errorf("ztun replay: %w", err)
+	if file := files["write-pcap"]; file != nil {
+		if w := replay.NewWriter(file, "ztun replay", 0, "pod"); cfg.Only != nil {
+			cfg.Recorded = w
+		} else {
+			cfg.Played = w
+		}
 	}
 	// One thing happens at a time. With one processor no goroutine has to wake another thread for it: 87,000 packets a second, against
 	// 32,000 with two (BenchmarkReplay, on a busy machine).
 	before := runtime.GOMAXPROCS(1)
 	report, err := node.Replay(cmd.Context(), *cfg)
 	runtime.GOMAXPROCS(before)
-	if err = errors.Join(err, finish()); err != nil {
+	if err != nil {
 		_ = out.Flush() // the error says more
-		return fmt.Errorf("ztun replay: %w", err)
+		return exitFailure, err
 	}
 	if f.expect != "" {
 		if d := diff.Diff(f.expect, expected, "this run", kept.Bytes()); d != nil {
@@ -139,18 +160,18 @@ func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err erro
 		_, _ = io.WriteString(out, summary(report, cfg.Compare != nil, differing))
 	}
 	if err := out.Flush(); err != nil {
-		return fmt.Errorf("ztun replay: %w", err)
+		return exitFailure, err
 	}
-	if f.report != "" {
-		if err := writeReport(f.report, report); err != nil {
-			return fmt.Errorf("ztun replay: --report: %w", err)
+	if file := files["report"]; file != nil {
+		if err := printJSON(file, report); err != nil {
+			return exitFailure, fmt.Errorf("--report: %w", err)
 		}
 	}
-	err = problems(cmd.ErrOrStderr(), report.Problems)
+	code = problems(cmd.ErrOrStderr(), report.Problems)
 	if differing > 0 {
-		return exitCode(exitDiffers)
+		code = exitDiffers
 	}
-	return err
+	return code, nil
 }
 
 // playScript plays a script: its steps, and then what became of the connection.
@@ -180,43 +201,40 @@ func (f *replayFlags) playScript(w io.Writer, cfg *node.ReplayConfig, o output) 
 	return nil
 }
 
-// problems tells what could not be used.
-func problems(stderr io.Writer, list []replay.Problem) error {
+// problems tells what could not be used, and returns the exit code.
+func problems(stderr io.Writer, list []replay.Problem) int {
 	for _, p := range list {
 		_, _ = fmt.Fprintf(stderr, "ztun: %s\n", p) // nobody is left to tell
 	}
 	if len(list) > 0 {
-		return exitCode(exitPartly)
+		return exitPartly
 	}
-	return nil
+	return exitOK
 }
 
-// writeAnonymized writes a capture and a state that can be given away.
-func (f *replayFlags) writeAnonymized(cfg *node.ReplayConfig, stderr io.Writer) error {
+// writeAnonymized writes a capture and a state that can be given away, and returns the exit code.
+func (f *replayFlags) writeAnonymized(cfg *node.ReplayConfig, files map[string]*outFile, stderr io.Writer) (code int, err error) {
 	key := []byte(f.seed)
 	if f.seed == "" {
 		key = make([]byte, 32)
 		_, _ = rand.Read(key) // never fails
 	}
 	a := replay.NewAnonymizer(key)
-	state, err := json.MarshalIndent(anonymousState(a, cfg), "", "  ")
+	if err := printJSON(files[anonymizedState], anonymousState(a, cfg)); err != nil {
+		return exitFailure, err
+	}
+	left, err := a.Capture(cfg.Source, replay.NewWriter(files["anonymize"], "ztun replay --anonymize", 0, "anonymized"))
 	if err != nil {
-		return err
+		return exitFailure, err
 	}
-	if err := os.WriteFile(f.anonymize+".state.json", append(state, '\n'), 0o644); err != nil {
-		return err
-	}
-	file, err := os.Create(f.anonymize)
-	if err != nil {
-		return err
-	}
-	buf := bufio.NewWriterSize(file, 256<<10)
-	left, err := a.Capture(cfg.Source, replay.NewWriter(buf, "ztun replay --anonymize", 0, "anonymized"))
 	if left > 0 {
 		_, _ = fmt.Fprintf(stderr, "ztun: %d packets were left out: not IP, or damaged\n", left) // nobody is left to tell
 	}
-	return errors.Join(err, buf.Flush(), file.Close())
+	return problems(stderr, cfg.Source.Problems()), nil
 }
+
+// anonymizedState stands for the other file of --anonymize.
+const anonymizedState = "anonymize (the state)"
 
 // A stateDump is the state in the form of a /config_dump, by whose staticConfig one is told.
 type stateDump struct {
@@ -249,21 +267,52 @@ func anonymousState(a *replay.Anonymizer, cfg *node.ReplayConfig) (d stateDump) 
 	return d
 }
 
-// overwrites refuses outputs that are inputs.
-func (f *replayFlags) overwrites(args []string) error {
-	inputs := slices.Concat(args, []string{f.state, f.compare, f.expect, f.script})
-	for _, out := range []struct{ flag, name string }{{"write-pcap", f.write}, {"anonymize", f.anonymize}, {"report", f.report}} {
-		to, err := os.Stat(out.name)
-		if err != nil {
-			continue // it is not there
+// create creates the files that are written, by flag. It refuses those that are inputs, or one another.
+func (f *replayFlags) create(stdin io.Reader, captures *replay.Source) (map[string]*outFile, error) {
+	names := map[string]string{"write-pcap": f.write, "anonymize": f.anonymize, "report": f.report}
+	if f.anonymize != "" {
+		names[anonymizedState] = f.anonymize + ".state.json"
+	}
+	maps.DeleteFunc(names, func(_, name string) bool { return name == "" })
+	inputs := slices.Concat(captures.Files(), []string{f.state, f.compare, f.expect, f.script})
+	if name, ok := strings.CutPrefix(f.peer, "file:"); ok {
+		inputs = append(inputs, name)
+	}
+	if file, ok := stdin.(*os.File); ok && slices.Contains(inputs, "-") {
+		inputs = append(inputs, fmt.Sprintf("/dev/fd/%d", file.Fd()))
+	}
+	flags := slices.Sorted(maps.Keys(names))
+	for i, flag := range flags {
+		name := names[flag]
+		if name == "-" {
+			return nil, usagef("ztun replay: --%s -: it cannot be standard output: name a file", flag)
 		}
-		for _, name := range inputs {
-			if from, err := os.Stat(name); err == nil && os.SameFile(from, to) {
-				return usagef("ztun replay: --%s %s: that is also an input, %s: name another file", out.flag, out.name, name)
+		if info, err := os.Stat(name); err == nil && !info.Mode().IsRegular() && !info.IsDir() {
+			continue // a pipe, or /dev/null
+		}
+		for _, in := range inputs {
+			if in != "" && sameFile(name, in) {
+				return nil, usagef("ztun replay: --%s %s: that is also an input, %s: name another file", flag, name, in)
+			}
+		}
+		for _, other := range flags[:i] {
+			if sameFile(name, names[other]) {
+				return nil, usagef("ztun replay: --%s %s: --%s writes that file as well: name another one", flag, name, other)
 			}
 		}
 	}
-	return nil
+	files := make(map[string]*outFile)
+	for _, flag := range flags {
+		file, err := createFile(names[flag])
+		if err != nil {
+			for _, created := range files {
+				_ = created.finish(false) // the error says more
+			}
+			return nil, fmt.Errorf("ztun replay: --%s: %w", flag, err)
+		}
+		files[flag] = file
+	}
+	return files, nil
 }
 
 // config reads what the flags name.
@@ -394,24 +443,6 @@ func (f *replayFlags) chosen(st *workload.State) (func(id uint64, src, dst netip
 	}, nil
 }
 
-// writers opens what packets are written to. finish ends it.
-func (f *replayFlags) writers(cfg *node.ReplayConfig) (finish func() error, err error) {
-	if f.write == "" {
-		return func() error { return nil }, nil
-	}
-	file, err := os.Create(f.write)
-	if err != nil {
-		return nil, fmt.Errorf("--write-pcap: %w", err)
-	}
-	buf := bufio.NewWriterSize(file, 256<<10)
-	if w := replay.NewWriter(buf, "ztun replay", 0, "pod"); cfg.Only != nil {
-		cfg.Recorded = w
-	} else {
-		cfg.Played = w
-	}
-	return func() error { return errors.Join(buf.Flush(), file.Close()) }, nil
-}
-
 func printRecord(w io.Writer, o output, r node.ReplayRecord) error {
 	if o == outputText {
 		_, err := io.WriteString(w, r.Text())
@@ -465,12 +496,4 @@ func summary(r *node.ReplayReport, compared bool, differing int) string {
 		s += fmt.Sprintf("%d differ\n", differing)
 	}
 	return s
-}
-
-func writeReport(name string, r *node.ReplayReport) error {
-	var b bytes.Buffer
-	if err := printJSON(&b, r); err != nil {
-		return err
-	}
-	return os.WriteFile(name, b.Bytes(), 0o644)
 }

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -553,22 +554,115 @@ func TestReplayWritesReportsAndPackets(t *testing.T) {
 	})
 }
 
+// No output takes the place of an input, however either is named, or of another output; and one that fails leaves nothing behind.
 func TestReplayKeepsItsInputs(t *testing.T) {
-	sample, err := os.ReadFile(filepath.Join(replaySamples, "mesh-http.pcap"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	name := filepath.Join(t.TempDir(), "in.pcap")
-	for _, flag := range []string{"--write-pcap", "--anonymize", "--report"} {
-		if err := os.WriteFile(name, sample, 0o600); err != nil {
+	read := func(t *testing.T, name string) []byte {
+		t.Helper()
+		b, err := os.ReadFile(name)
+		if err != nil {
 			t.Fatal(err)
 		}
-		_, stderr, code := replayed(t, flag, name, name)
-		if code != exitUsage || !strings.Contains(stderr, "that is also an input") {
-			t.Errorf("%s: exit code %d, stderr %q, want a refusal", flag, code, stderr)
-		}
-		if now, err := os.ReadFile(name); err != nil || !bytes.Equal(now, sample) {
-			t.Errorf("%s: the capture has changed: %d bytes, %v", flag, len(now), err)
-		}
+		return b
+	}
+	sample, mesh := read(t, filepath.Join(replaySamples, "mesh-http.pcap")), read(t, filepath.Join(replaySamples, "mesh.yaml"))
+	for _, tt := range []struct {
+		name, args string
+		want       string // on stderr
+	}{
+		{"packets to the capture", "--write-pcap d/a.pcap d/a.pcap", "--write-pcap d/a.pcap: that is also an input, d/a.pcap"},
+		{"the report to the capture", "--report d/a.pcap d/a.pcap", "that is also an input"},
+		{"the anonymous capture to the capture", "--anonymize d/a.pcap d/a.pcap", "that is also an input"},
+		{"packets to a file of a directory", "--write-pcap d/a.pcap d/", "that is also an input"},
+		{"the report to a file of a directory", "--report d/a.pcap --dir d/", "that is also an input"},
+		{"the report to a file below a directory", "--report e/d/a.pcap --dir e --recursive", "that is also an input"},
+		{"a symbolic link to the capture", "--write-pcap link d/a.pcap", "that is also an input"},
+		{"the anonymous state to the state", "--state x.state.json --anonymize x d/a.pcap", "--anonymize (the state) x.state.json: that is also an input"},
+		{"the replies of the peer", "--peer file:replies --report replies d/a.pcap", "that is also an input"},
+		{"two outputs", "--write-pcap out --report out d/a.pcap", "--write-pcap out: --report writes that file as well"},
+		{"two outputs, by two names", "--write-pcap out --report d/../out d/a.pcap", "--write-pcap out: --report writes that file as well"},
+		{"standard output", "--write-pcap - d/a.pcap", "--write-pcap -: it cannot be standard output"},
+		{"a directory that is not there", "--report nowhere/out --write-pcap out d/a.pcap", "--report: open "},
+	} {
+		t.Run("T1/"+tt.name, func(t *testing.T) {
+			t.Chdir(t.TempDir())
+			if err := os.MkdirAll("e/d", 0o700); err != nil {
+				t.Fatal(err)
+			}
+			for name, to := range map[string]string{"d": "e/d", "link": "d/a.pcap"} {
+				if err := os.Symlink(to, name); err != nil {
+					t.Fatal(err)
+				}
+			}
+			was := map[string][]byte{"d/a.pcap": sample, "mesh.yaml": mesh, "x.state.json": mesh, "replies": []byte("replies")}
+			for name, b := range was {
+				if err := os.WriteFile(name, b, 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			var out, errs bytes.Buffer
+			code := run(t.Context(), append([]string{"replay", "--state", "mesh.yaml"}, strings.Fields(tt.args)...), nil, &out, &errs)
+			if code == exitOK || !strings.Contains(errs.String(), tt.want) {
+				t.Errorf("exit code %d, stderr %q, want %q in it", code, &errs, tt.want)
+			}
+			for name, b := range was {
+				if now := read(t, name); !bytes.Equal(now, b) {
+					t.Errorf("%s has changed: %d bytes", name, len(now))
+				}
+			}
+			for dir, want := range map[string]int{".": len(was) + 2, "d": 1} {
+				if files, err := os.ReadDir(dir); err != nil || len(files) != want {
+					t.Errorf("files %v, %v; want %d", files, err, want)
+				}
+			}
+		})
 	}
 }
+
+// A file is replaced at the end, once it is whole; what is no regular file is written to.
+func TestReplayReplacesFilesAtTheEnd(t *testing.T) {
+	capture := filepath.Join(replaySamples, "mesh-http.pcap")
+	t.Run("T1/a failure keeps what was there", func(t *testing.T) {
+		dir := t.TempDir()
+		name := filepath.Join(dir, "out.pcapng")
+		if err := os.WriteFile(name, []byte("of yesterday"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		var errs bytes.Buffer
+		args := []string{"replay", "--state", filepath.Join(replaySamples, "mesh.yaml"), "--write-pcap", name, capture}
+		if code := run(t.Context(), args, nil, fullWriter{}, &errs); code != exitFailure {
+			t.Errorf("exit code %d, stderr %s", code, &errs)
+		}
+		b, err := os.ReadFile(name)
+		if err != nil || string(b) != "of yesterday" {
+			t.Errorf("the file is %q, %v", b, err)
+		}
+		if files, err := os.ReadDir(dir); err != nil || len(files) != 1 {
+			t.Errorf("files %v, %v", files, err)
+		}
+	})
+	t.Run("T1/its permissions stay", func(t *testing.T) {
+		name := filepath.Join(t.TempDir(), "out.json")
+		if err := os.WriteFile(name, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if _, stderr, code := replayed(t, "--report", name, capture); code != exitOK {
+			t.Fatalf("exit code %d, stderr %s", code, stderr)
+		}
+		if info, err := os.Stat(name); err != nil || info.Mode() != 0o600 || info.Size() == 0 {
+			t.Errorf("%+v, %v", info, err)
+		}
+	})
+	t.Run("T1/a device", func(t *testing.T) {
+		if _, stderr, code := replayed(t, "--report", os.DevNull, "--write-pcap", os.DevNull, capture); code != exitOK {
+			t.Fatalf("exit code %d, stderr %s", code, stderr)
+		}
+		if info, err := os.Stat(os.DevNull); err != nil || info.Mode().IsRegular() {
+			t.Errorf("%s is %v, %v", os.DevNull, info.Mode(), err)
+		}
+	})
+}
+
+// A fullWriter takes nothing.
+type fullWriter struct{}
+
+func (fullWriter) Write([]byte) (int, error) { return 0, syscall.ENOSPC }

@@ -89,6 +89,9 @@ func list(dir string, recursive bool) (files []string, err error) {
 	return files, err
 }
 
+// Files are the captures that have not been begun, "-" for standard input.
+func (s *Source) Files() []string { return slices.Clone(s.files) }
+
 // Next reads a packet. It returns io.EOF after the last one.
 func (s *Source) Next(p *Packet) error {
 	for {
