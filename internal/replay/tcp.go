@@ -14,6 +14,7 @@ import (
 const (
 	optEnd    = 0
 	optNop    = 1
+	optMSS    = 2
 	optScale  = 3
 	optSACKOK = 4
 	optSACK   = 5
