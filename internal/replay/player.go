@@ -44,6 +44,7 @@ const (
 	DefaultMaxOpen = 16384 // 8 KiB each, most of it the netstack's (measured)
 
 	maxOver    = 8192            // flows that are over and may still get a packet
+	timeWait   = time.Second     // of package stack: how long its end of a connection stays that it has ended first
 	lingerTime = 2 * time.Minute // without a packet, after which a flow that is over is told of: twice the maximum segment lifetime of Linux
 	maxGap     = 24 * time.Hour  // between two packets; the clock does not go further at once
 	maxSenders = 1 << 16         // whose checksums are counted, and questioners whose answers are kept
@@ -101,7 +102,7 @@ type Player struct {
 	leftover []*Flow              // whose ports were used again
 	waiting  map[pair][]*exchange // DNS questions, by resolver and client
 	err      error                // of a writer
-	held     int                  // bytes that recorded peers have to send, or will have
+	held     int                  // bytes of what flows hold: their weights
 
 	counts Counts
 }
@@ -391,7 +392,12 @@ func (p *Player) expire() {
 		if f == nil {
 			break
 		}
+		p.m.Settle() // the netstack has let go of it
 		p.done(f)
+		if f.timeWait && p.m.Group().Now().Sub(f.ended) < timeWait {
+			p.m.Advance(timeWait) // the capture's clock goes on slowly, or not at all
+			p.shift -= int64(timeWait)
+		}
 	}
 	for {
 		p.mu.Lock()
@@ -409,12 +415,13 @@ func (p *Player) expire() {
 	}
 }
 
-// forget takes a flow out of the table. mu is held.
+// forget takes a flow out of the table, and what is left of it out of the netstack once that runs. mu is held.
 func (p *Player) forget(f *Flow) {
 	f.list.remove(f)
-	if f.held != nil {
-		f.dropEarly()
+	if f.stays() {
+		p.abandon(f)
 	}
+	f.unweigh()
 	key := pair{f.Src, f.Dst}
 	if p.flows[key] == f {
 		delete(p.flows, key)
@@ -435,10 +442,13 @@ func (p *Player) Find(src, dst netip.AddrPort) *Flow {
 func (p *Player) Over(f *Flow) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	f.End = p.When()
+	f.End, f.ended = p.When(), p.m.Group().Now()
 	if f.list == &p.open {
 		p.open.remove(f)
 		p.over.push(f)
+	}
+	if p.held > maxHeldAll/2 && f.stays() && f.written > f.ackSent {
+		p.abandon(f) // others need the room
 	}
 }
 
