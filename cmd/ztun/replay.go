@@ -66,7 +66,7 @@ Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could n
 	fs.StringVar(&f.expect, "expect", "", "compare with `FILE`, JSON lines or text as it has them, and print the difference")
 	fs.StringVar(&f.write, "write-pcap", "", "write `FILE` (pcapng): what the netstack has read and sent; with --only the packets as they were captured")
 	fs.StringVar(&f.script, "script", "", "play the packets that `FILE` (YAML) describes, in place of captures, and compare what the netstack sends with what it expects")
-	fs.StringVar(&f.anonymize, "anonymize", "", "play nothing; write the packets to `FILE` (pcapng) with other addresses and names and without payload, and the state in the same way to FILE.state.json")
+	fs.StringVar(&f.anonymize, "anonymize", "", "tell nothing; write the packets, or what --only chooses of them, to `FILE` (pcapng) with other addresses and names and without payload, and the state in the same way to FILE.state.json")
 	fs.StringVar(&f.seed, "seed", "", "what --anonymize depends on: the same `TEXT`, to be kept secret, gives the same addresses and names; the default is random")
 	fs.StringVar(&f.report, "report", "", "write `FILE` (JSON): counts of packets and records, and what could not be used")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
@@ -77,6 +77,9 @@ Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could n
 }
 
 func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err error) {
+	if err := f.fit(cmd.Flags().Changed, args); err != nil {
+		return err
+	}
 	cfg, err := f.config(cmd.InOrStdin(), args)
 	if err != nil {
 		return usageError{fmt.Errorf("ztun replay: %w", err)}
@@ -99,7 +102,7 @@ func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err erro
 	}
 	code := exitOK
 	if f.anonymize != "" {
-		code, err = f.writeAnonymized(cfg, files, cmd.ErrOrStderr())
+		code, err = f.writeAnonymized(cmd, cfg, files)
 	} else {
 		code, err = f.play(cmd, cfg, files, o, expected)
 	}
@@ -142,11 +145,7 @@ func (f *replayFlags) play(cmd *cobra.Command, cfg *node.ReplayConfig, files map
 			cfg.Played = w
 		}
 	}
-	// One thing happens at a time. With one processor no goroutine has to wake another thread for it: 87,000 packets a second, against
-	// 32,000 with two (BenchmarkReplay, on a busy machine).
-	before := runtime.GOMAXPROCS(1)
-	report, err := node.Replay(cmd.Context(), *cfg)
-	runtime.GOMAXPROCS(before)
+	report, err := playCaptures(cmd.Context(), cfg)
 	if err != nil {
 		_ = out.Flush() // the error says more
 		return exitFailure, err
@@ -172,6 +171,13 @@ func (f *replayFlags) play(cmd *cobra.Command, cfg *node.ReplayConfig, files map
 		code = exitDiffers
 	}
 	return code, nil
+}
+
+// playCaptures plays captures on one processor. One thing happens at a time, and then no goroutine has to wake another thread for it:
+// 87,000 packets a second, against 32,000 with two (BenchmarkReplay, on a busy machine).
+func playCaptures(ctx context.Context, cfg *node.ReplayConfig) (*node.ReplayReport, error) {
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
+	return node.Replay(ctx, *cfg)
 }
 
 // playScript plays a script: its steps, and then what became of the connection.
@@ -213,7 +219,7 @@ func problems(stderr io.Writer, list []replay.Problem) int {
 }
 
 // writeAnonymized writes a capture and a state that can be given away, and returns the exit code.
-func (f *replayFlags) writeAnonymized(cfg *node.ReplayConfig, files map[string]*outFile, stderr io.Writer) (code int, err error) {
+func (f *replayFlags) writeAnonymized(cmd *cobra.Command, cfg *node.ReplayConfig, files map[string]*outFile) (code int, err error) {
 	key := []byte(f.seed)
 	if f.seed == "" {
 		key = make([]byte, 32)
@@ -223,14 +229,46 @@ func (f *replayFlags) writeAnonymized(cfg *node.ReplayConfig, files map[string]*
 	if err := printJSON(files[anonymizedState], anonymousState(a, cfg)); err != nil {
 		return exitFailure, err
 	}
-	left, err := a.Capture(cfg.Source, replay.NewWriter(files["anonymize"], "ztun replay --anonymize", 0, "anonymized"))
+	var left uint64
+	var unused []replay.Problem
+	w := replay.NewWriter(files["anonymize"], "ztun replay --anonymize", 0, "anonymized")
+	if cfg.Only == nil {
+		left, err = a.Capture(cfg.Source, w)
+		unused = cfg.Source.Problems()
+	} else {
+		left, unused, err = anonymizeChosen(cmd.Context(), cfg, a, w)
+	}
 	if err != nil {
 		return exitFailure, err
 	}
 	if left > 0 {
-		_, _ = fmt.Fprintf(stderr, "ztun: %d packets were left out: not IP, or damaged\n", left) // nobody is left to tell
+		_, _ = fmt.Fprintf(cmd.ErrOrStderr(), "ztun: %d packets were left out: not IP, or damaged\n", left) // nobody is left to tell
 	}
-	return problems(stderr, cfg.Source.Problems()), nil
+	return problems(cmd.ErrOrStderr(), unused), nil
+}
+
+// anonymizeChosen writes what --only chooses, which takes playing it.
+func anonymizeChosen(ctx context.Context, cfg *node.ReplayConfig, a *replay.Anonymizer, w *replay.Writer) (left uint64, unused []replay.Problem, err error) {
+	chosen, from := io.Pipe()
+	played := make(chan error)
+	go func() {
+		buf := bufio.NewWriterSize(from, 256<<10)
+		cfg.Recorded, cfg.Emit = replay.NewWriter(buf, "ztun replay", 0, "pod"), func(node.ReplayRecord) error { return nil }
+		report, err := playCaptures(ctx, cfg)
+		if err = errors.Join(err, buf.Flush(), from.Close()); err == nil {
+			unused = report.Problems
+		}
+		played <- err
+	}()
+	source, err := replay.NewSource(replay.SourceConfig{Paths: []string{"-"}, Stdin: chosen})
+	if err == nil {
+		left, err = a.Capture(source, w)
+	}
+	_ = chosen.Close() // whoever writes to it has an error now, and no more
+	if playing := <-played; err == nil {
+		err = playing
+	}
+	return left, unused, err
 }
 
 // anonymizedState stands for the other file of --anonymize.
@@ -315,18 +353,42 @@ func (f *replayFlags) create(stdin io.Reader, captures *replay.Source) (map[stri
 	return files, nil
 }
 
-// config reads what the flags name.
-func (f *replayFlags) config(stdin io.Reader, args []string) (*node.ReplayConfig, error) {
+// fit refuses flags that have no effect beside others. given says which there are.
+func (f *replayFlags) fit(given func(flag string) bool, args []string) error {
 	switch {
 	case f.state == "":
-		return nil, errors.New("want --state: what is a capture played against?")
+		return usagef("ztun replay: want --state: what is a capture played against?")
 	case f.script != "" && len(args)+len(f.dirs) > 0:
-		return nil, errors.New("--script is in place of captures")
+		return usagef("ztun replay: --script is in place of captures")
 	case f.script == "" && len(args)+len(f.dirs) == 0:
-		return nil, errors.New("want a capture: a file, a directory, or - for standard input")
-	case f.compare != "" && f.expect != "":
-		return nil, errors.New("--compare and --expect do not go together")
+		return usagef("ztun replay: want a capture: a file, a directory, or - for standard input")
+	case given("seed") && f.anonymize == "":
+		return usagef("ztun replay: --seed is for --anonymize")
 	}
+	for _, x := range []struct {
+		flag string
+		not  []string // beside it
+	}{
+		{"script", []string{"anonymize", "checksum", "compare", "decap", "expect", "only", "peer", "recursive", "report", "speed", "write-pcap"}},
+		{"anonymize", []string{"compare", "expect", "output", "peer", "report", "speed", "write-pcap"}},
+		{"expect", []string{"compare"}},
+	} {
+		for _, other := range x.not {
+			if given(x.flag) && given(other) {
+				return usagef("ztun replay: --%s and --%s do not go together", x.flag, other)
+			}
+		}
+	}
+	for _, flag := range []string{"checksum", "decap", "local"} {
+		if f.anonymize != "" && f.only == "" && given(flag) {
+			return usagef("ztun replay: --%s has no effect on --anonymize without --only: nothing is played", flag)
+		}
+	}
+	return nil
+}
+
+// config reads what the flags name.
+func (f *replayFlags) config(stdin io.Reader, args []string) (*node.ReplayConfig, error) {
 	cfg := &node.ReplayConfig{Decap: f.decap}
 	settings, err := readState("--state", f.state, &cfg.State)
 	if err != nil {

@@ -232,6 +232,43 @@ func TestReplayIsToldWhatIsWrong(t *testing.T) {
 	}
 }
 
+// Flags that would have no effect are refused, and nothing is written.
+func TestReplayRefusesFlagsWithoutEffect(t *testing.T) {
+	capture := filepath.Join(replaySamples, "mesh-http.pcap")
+	script := filepath.Join(replaySamples, "scripts", "http.yaml")
+	dir := t.TempDir()
+	out := func(name string) string { return filepath.Join(dir, name) }
+	for _, tt := range []struct {
+		args []string
+		want string
+	}{
+		{[]string{"--script", script, "--write-pcap", out("s"), "--report", out("r"), "--only", "77", "--anonymize", out("a"), "--expect", "x", "--speed", "1x"}, "--script and --anonymize do not"},
+		{[]string{"--script", script, "--write-pcap", out("s")}, "--script and --write-pcap do not"},
+		{[]string{"--script", script, "--report", out("r")}, "--script and --report do not"},
+		{[]string{"--script", script, "--only", "77"}, "--script and --only do not"},
+		{[]string{"--script", script, "--expect", script}, "--script and --expect do not"},
+		{[]string{"--script", script, "--speed", "1x"}, "--script and --speed do not"},
+		{[]string{"--script", script, "--peer", "echo"}, "--script and --peer do not"},
+		{[]string{"--anonymize", out("a"), "--expect", capture, capture}, "--anonymize and --expect do not"},
+		{[]string{"--anonymize", out("a"), "--report", out("r"), capture}, "--anonymize and --report do not"},
+		{[]string{"--anonymize", out("a"), "--write-pcap", out("w"), capture}, "--anonymize and --write-pcap do not"},
+		{[]string{"--anonymize", out("a"), "-o", "json", capture}, "--anonymize and --output do not"},
+		{[]string{"--anonymize", out("a"), "--local", "10.244.1.10", capture}, "--local has no effect on --anonymize without --only"},
+		{[]string{"--seed", "a seed", capture}, "--seed is for --anonymize"},
+		{[]string{"--report", "-", capture}, "--report -: it cannot be standard output"},
+	} {
+		t.Run("T1/"+tt.want, func(t *testing.T) {
+			stdout, stderr, code := replayed(t, tt.args...)
+			if code != exitUsage || stdout != "" || !strings.Contains(stderr, tt.want) {
+				t.Errorf("exit code %d, want 2; stdout %q; stderr %q, want %q in it", code, stdout, stderr, tt.want)
+			}
+			if files, err := os.ReadDir(dir); err != nil || len(files) > 0 {
+				t.Errorf("written: %v, %v", files, err)
+			}
+		})
+	}
+}
+
 // Input that is no capture, or a broken one: what of it can be used is, the rest is named, and the exit code tells.
 func TestReplayOfBadInput(t *testing.T) {
 	sample, err := os.ReadFile(filepath.Join(replaySamples, "mesh-http.pcap"))
@@ -378,6 +415,55 @@ func TestReplayAnonymized(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A small capture that can be given away: one flow, anonymized. With --only the whole is played as it is, so that ids are those of a
+// run before.
+func TestReplayAnonymizesOneThing(t *testing.T) {
+	capture := filepath.Join(replaySamples, "mesh-http.pcap")
+	for _, tt := range []struct {
+		only    string
+		packets int
+		want    string
+	}{
+		{"1", 10, "10 packets; flows: 1 mesh;"},
+		{"10.244.1.10:40001", 10, "10 packets; flows: 1 passthrough;"},
+		{"shop/intruder", 0, "0 packets; flows: none;"},
+	} {
+		t.Run("T2/"+tt.only, func(t *testing.T) {
+			file := filepath.Join(t.TempDir(), "anonymous.pcapng")
+			if stdout, stderr, code := replayed(t, "--anonymize", file, "--only", tt.only, capture); code != exitOK || stdout+stderr != "" {
+				t.Fatalf("exit code %d; stdout %s, stderr %s", code, stdout, stderr)
+			}
+			if got, stderr, code := replayed(t, "--state", file+".state.json", file); code != exitOK || !strings.Contains(got, tt.want) {
+				t.Errorf("exit code %d, stdout\n%s\nwant %q; stderr %s", code, got, tt.want, stderr)
+			}
+			b, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, secret := range []string{"\x0a\xf4\x01\x0a", "HTTP", "hello"} {
+				if bytes.Contains(b, []byte(secret)) {
+					t.Errorf("the capture has %q", secret)
+				}
+			}
+		})
+	}
+	t.Run("T2/a disk that is full", func(t *testing.T) {
+		if _, err := os.Stat("/dev/full"); err != nil {
+			t.Skip("there is no /dev/full")
+		}
+		dir := t.TempDir()
+		if err := os.Symlink("/dev/full", filepath.Join(dir, "full")); err != nil {
+			t.Fatal(err)
+		}
+		if _, stderr, code := replayed(t, "--anonymize", filepath.Join(dir, "full"), "--only", "1", capture); code != exitFailure || !strings.Contains(stderr, "no space left") {
+			t.Errorf("exit code %d, stderr %s", code, stderr)
+		}
+		if files, err := os.ReadDir(dir); err != nil || len(files) != 1 {
+			t.Errorf("files %v, %v: want the link alone", files, err)
+		}
+	})
 }
 
 // The network of the node is anonymized with those of the state, and so are the settings that decide with it.
