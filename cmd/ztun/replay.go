@@ -12,10 +12,12 @@ import (
 	"maps"
 	"net/netip"
 	"os"
+	"os/signal"
 	"runtime"
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/rogpeppe/go-internal/diff"
@@ -44,7 +46,8 @@ network and no TUN device are needed; the clock is that of the capture, and two 
 A CAPTURE is a file (pcap or pcapng, also gzip), a directory, or - for standard input. The state is a mesh state file, or what
 /config_dump has answered. With --compare the flows are told that another state would treat differently.
 
-Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could not be used in whole; the rest is told all the same.`,
+Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could not be used in whole, or on an interrupt; the rest is told all the
+same.`,
 		Example: `  ztun replay --state mesh.yaml in.pcap
   ztun replay --state mesh.yaml --compare new.yaml --local 10.10.1.2 in.pcap
   ztun replay --state mesh.yaml -o json in.pcap > golden.jsonl
@@ -71,6 +74,10 @@ Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could n
 	fs.StringVar(&f.report, "report", "", "write `FILE` (JSON): counts of packets and records, and what could not be used")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		f.netSet = fs.Changed("network")
+		ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+		defer stop()
+		context.AfterFunc(ctx, stop) // one more ends it at once, whatever it waits for
+		cmd.SetContext(ctx)
 		return f.run(cmd, args, *o)
 	}
 	return cmd
@@ -128,14 +135,20 @@ func (f *replayFlags) play(cmd *cobra.Command, cfg *node.ReplayConfig, files map
 	if f.expect != "" {
 		w = &kept
 	}
+	shown := func(err error) error {
+		if cfg.Wait != nil && err == nil {
+			return out.Flush() // somebody looks on
+		}
+		return err
+	}
 	differing := 0
 	if cfg.Compare == nil {
-		cfg.Emit = func(r node.ReplayRecord) error { return printRecord(w, o, r) }
+		cfg.Emit = func(r node.ReplayRecord) error { return shown(printRecord(w, o, r)) }
 	} else {
 		cfg.Emit = func(node.ReplayRecord) error { return nil }
 		cfg.Differ = func(a, b node.ReplayRecord) error {
 			differing++
-			return printChange(w, o, a, b)
+			return shown(printChange(w, o, a, b))
 		}
 	}
 	if file := files["write-pcap"]; file != nil {
@@ -145,12 +158,14 @@ func (f *replayFlags) play(cmd *cobra.Command, cfg *node.ReplayConfig, files map
 			cfg.Played = w
 		}
 	}
-	report, err := playCaptures(cmd.Context(), cfg)
-	if err != nil {
+	ctx := cmd.Context()
+	report, err := playCaptures(ctx, cfg)
+	interrupted := ctx.Err() != nil && errors.Is(err, context.Cause(ctx))
+	if err != nil && !interrupted {
 		_ = out.Flush() // the error says more
 		return exitFailure, err
 	}
-	if f.expect != "" {
+	if f.expect != "" && !interrupted {
 		if d := diff.Diff(f.expect, expected, "this run", kept.Bytes()); d != nil {
 			differing++
 			_, _ = out.Write(d) // Flush tells
@@ -167,7 +182,11 @@ func (f *replayFlags) play(cmd *cobra.Command, cfg *node.ReplayConfig, files map
 		}
 	}
 	code = problems(cmd.ErrOrStderr(), report.Problems)
-	if differing > 0 {
+	switch {
+	case interrupted:
+		_, _ = fmt.Fprintln(cmd.ErrOrStderr(), "ztun: interrupted: the rest of what there is was not played") // nobody is left to tell
+		code = exitPartly
+	case differing > 0:
 		code = exitDiffers
 	}
 	return code, nil
@@ -231,7 +250,7 @@ func (f *replayFlags) writeAnonymized(cmd *cobra.Command, cfg *node.ReplayConfig
 	}
 	var left uint64
 	var unused []replay.Problem
-	w := replay.NewWriter(files["anonymize"], "ztun replay --anonymize", 0, "anonymized")
+	w := replay.NewWriter(untilDone{cmd.Context(), files["anonymize"]}, "ztun replay --anonymize", 0, "anonymized")
 	if cfg.Only == nil {
 		left, err = a.Capture(cfg.Source, w)
 		unused = cfg.Source.Problems()
@@ -245,6 +264,20 @@ func (f *replayFlags) writeAnonymized(cmd *cobra.Command, cfg *node.ReplayConfig
 		_, _ = fmt.Fprintf(cmd.ErrOrStderr(), "ztun: %d packets were left out: not IP, or damaged\n", left) // nobody is left to tell
 	}
 	return problems(cmd.ErrOrStderr(), unused), nil
+}
+
+// An untilDone writes as long as there is no reason to end.
+type untilDone struct {
+	ctx context.Context
+	w   io.Writer
+}
+
+// Write implements io.Writer.
+func (u untilDone) Write(p []byte) (int, error) {
+	if u.ctx.Err() != nil {
+		return 0, context.Cause(u.ctx)
+	}
+	return u.w.Write(p)
 }
 
 // anonymizeChosen writes what --only chooses, which takes playing it.
@@ -446,7 +479,7 @@ func (f *replayFlags) choices(cfg *node.ReplayConfig) (err error) {
 	}
 	if f.speed != "" {
 		speed, err := strconv.ParseFloat(strings.TrimSuffix(f.speed, "x"), 64)
-		if err != nil || speed < 0.001 || speed > 1e6 {
+		if err != nil || !(speed >= 0.001 && speed <= 1e6) { // nor is it NaN
 			return fmt.Errorf("--speed %s: want a factor such as 1x or 0.5x", f.speed)
 		}
 		cfg.Wait = pace(speed)

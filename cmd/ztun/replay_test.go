@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"compress/gzip"
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -216,6 +217,8 @@ func TestReplayIsToldWhatIsWrong(t *testing.T) {
 		{"replies", []string{"--peer", "file:nowhere", capture}, "--peer: open nowhere: no such file"},
 		{"checksum", []string{"--checksum", "maybe", capture}, "--checksum maybe: want auto, off or strict"},
 		{"speed", []string{"--speed", "0x", capture}, "--speed 0x: want a factor"},
+		{"a speed that is no number", []string{"--speed", "NaN", capture}, "--speed NaN: want a factor"},
+		{"an endless speed", []string{"--speed", "Inf", capture}, "--speed Inf: want a factor"},
 		{"local", []string{"--local", "client", capture}, "--local: ParseAddr"},
 		{"only", []string{"--only", "nobody", capture}, "--only nobody: neither an id"},
 		{"expect", []string{"--expect", "nowhere", capture}, "--expect: open nowhere"},
@@ -360,6 +363,86 @@ func TestReplayWaits(t *testing.T) {
 			}
 		}
 	})
+}
+
+// A replay that keeps time shows what has happened, and when it is interrupted it tells of the rest and keeps its files.
+func TestReplayIsInterrupted(t *testing.T) {
+	const hour = 3600
+	dns, mesh := filepath.Join(replaySamples, "dns.pcap"), filepath.Join(replaySamples, "mesh-http.pcap")
+	later := filepath.Join(t.TempDir(), "later.pcap")
+	b, err := os.ReadFile(mesh)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for at := 24; at < len(b); at += 16 + int(binary.LittleEndian.Uint32(b[at+8:])) {
+		binary.LittleEndian.PutUint32(b[at:], binary.LittleEndian.Uint32(b[at:])+hour)
+	}
+	if err := os.WriteFile(later, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	interrupted := func(t *testing.T, args ...string) (stdout, stderr string, code int) {
+		t.Helper()
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		out := &watchedWriter{until: "www.example.com", then: cancel}
+		var errs bytes.Buffer
+		args = append([]string{"replay", "--state", filepath.Join(replaySamples, "mesh.yaml"), "--speed", "1x"}, args...)
+		code = run(ctx, args, nil, out, &errs)
+		return out.String(), errs.String(), code
+	}
+	const note = "ztun: interrupted: the rest of what there is was not played\n"
+	t.Run("T1/what has happened", func(t *testing.T) {
+		report := filepath.Join(t.TempDir(), "report.json")
+		stdout, stderr, code := interrupted(t, "--report", report, dns, later)
+		if code != exitPartly || stderr != note || !strings.Contains(stdout, "questions: 2 answered by the mesh, 1 by a resolver\n") {
+			t.Errorf("exit code %d, stdout\n%s\nstderr %s", code, stdout, stderr)
+		}
+		if b, err := os.ReadFile(report); err != nil || !json.Valid(b) {
+			t.Errorf("report %q, %v", b, err)
+		}
+	})
+	t.Run("T2/differences", func(t *testing.T) {
+		other := filepath.Join(t.TempDir(), "other.yaml")
+		state, err := os.ReadFile(filepath.Join(replaySamples, "mesh.yaml"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(other, bytes.Replace(state, []byte("serviceAccount: client, protocol: HBONE"), []byte("serviceAccount: client, protocol: TCP"), 1), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		stdout, stderr, code := interrupted(t, "--compare", other, dns, later)
+		if code != exitPartly || stderr != note {
+			t.Errorf("exit code %d, stdout\n%s\nstderr %s", code, stdout, stderr)
+		}
+	})
+	t.Run("T2/a capture that is anonymized", func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		dir := t.TempDir()
+		var out, errs bytes.Buffer
+		args := []string{"replay", "--state", filepath.Join(replaySamples, "mesh.yaml"), "--anonymize", filepath.Join(dir, "a.pcapng"), dns}
+		if code := run(ctx, args, nil, &out, &errs); code != exitFailure || !strings.Contains(errs.String(), "context canceled") {
+			t.Errorf("exit code %d, stderr %s", code, &errs)
+		}
+		if files, err := os.ReadDir(dir); err != nil || len(files) > 0 {
+			t.Errorf("written: %v, %v", files, err)
+		}
+	})
+}
+
+// A watchedWriter does something once a text was written.
+type watchedWriter struct {
+	bytes.Buffer
+	until string
+	then  func()
+}
+
+func (w *watchedWriter) Write(p []byte) (int, error) {
+	n, err := w.Buffer.Write(p)
+	if strings.Contains(w.String(), w.until) {
+		w.then()
+	}
+	return n, err
 }
 
 // An anonymized capture does what the real one does, and has nothing of it.
