@@ -490,14 +490,19 @@ func (f *replayFlags) choices(cfg *node.ReplayConfig) (err error) {
 	return err
 }
 
-// pace waits until it is time for a packet, by the first one that comes.
+// pace waits until it is time for a packet, by the first one that comes. One that is more than a minute earlier than the one before begins a
+// time of its own.
 func pace(speed float64) func(context.Context, int64) error {
 	var began time.Time
-	var first int64
+	var first, last int64
 	return func(ctx context.Context, t int64) error {
-		if began.IsZero() {
+		switch {
+		case began.IsZero():
 			began, first = time.Now(), t
+		case t < last-int64(time.Minute):
+			first += t - last
 		}
+		last = t
 		wait := time.Duration(float64(t-first)/speed) - time.Since(began)
 		if wait <= 0 {
 			return nil
@@ -584,6 +589,9 @@ func summary(r *node.ReplayReport, compared bool, differing int) string {
 	}
 	s := fmt.Sprintf("%d packets; flows: %s; questions: %d answered by the mesh, %d by a resolver\n",
 		r.Packets.Packets, flows, r.Records["dns_mesh"], r.Records["dns_resolver"])
+	if doubts := r.Packets.Doubts(); doubts != "" {
+		s += "played all the same: " + doubts + "\n"
+	}
 	if unused := r.Packets.Unused(); unused != "" {
 		s += "not played: " + unused + "\n"
 	}

@@ -357,7 +357,7 @@ func TestReplayWaits(t *testing.T) {
 		for _, tt := range []struct {
 			at   time.Duration
 			want string
-		}{{24 * time.Hour, "<nil>"}, {0, "<nil>"}, {24*time.Hour + time.Hour, "waited"}} { // the first, an earlier one, and one an hour later
+		}{{24 * time.Hour, "<nil>"}, {24*time.Hour - time.Second, "<nil>"}, {0, "<nil>"}, {time.Hour, "waited"}} { // the first, earlier ones, and one an hour later
 			if err := wait(ctx, int64(tt.at)); fmt.Sprint(err) != tt.want {
 				t.Errorf("packet at %v: %v, want %s", tt.at, err, tt.want)
 			}

@@ -13,8 +13,8 @@ import (
 	"ztun.dev/ztun/internal/replay"
 )
 
-// A costlyCapture is made to cost the reader more than it costs its maker.
-type costlyCapture struct {
+// A craftedCapture is a capture that is being made, packet by packet.
+type craftedCapture struct {
 	t    *testing.T
 	file bytes.Buffer
 	z    *gzip.Writer
@@ -24,8 +24,8 @@ type costlyCapture struct {
 	deaf bool // the next packets have no window
 }
 
-func newCostlyCapture(t *testing.T, gap time.Duration) *costlyCapture {
-	c := &costlyCapture{t: t, at: time.Unix(1_772_366_400, 0), gap: gap}
+func newCraftedCapture(t *testing.T, gap time.Duration) *craftedCapture {
+	c := &craftedCapture{t: t, at: time.Unix(1_772_366_400, 0), gap: gap}
 	c.z, _ = gzip.NewWriterLevel(&c.file, gzip.BestSpeed) // a level that there is
 	c.w = replay.NewWriter(c.z, "test", 0, "pod")
 	return c
@@ -35,7 +35,7 @@ func newCostlyCapture(t *testing.T, gap time.Duration) *costlyCapture {
 const tcpFIN, tcpSYN, tcpACK = 1, 2, 16
 
 // segment adds a segment with data, and n bytes in all: the rest was not captured.
-func (c *costlyCapture) segment(from, to string, flags byte, seq, ack uint32, data []byte, n int) {
+func (c *craftedCapture) segment(from, to string, flags byte, seq, ack uint32, data []byte, n int) {
 	b := append(synPacket(from, to), data...)
 	binary.BigEndian.PutUint16(b[2:], uint16(40+n))
 	binary.BigEndian.PutUint32(b[24:], seq)
@@ -51,10 +51,18 @@ func (c *costlyCapture) segment(from, to string, flags byte, seq, ack uint32, da
 }
 
 // open adds a handshake. Data begin with the sequence numbers 1001 and 5001.
-func (c *costlyCapture) open(client, server string) {
+func (c *craftedCapture) open(client, server string) {
 	c.segment(client, server, tcpSYN, 1000, 0, nil, 0)
 	c.segment(server, client, tcpSYN|tcpACK, 5000, 1001, nil, 0)
 	c.segment(client, server, tcpACK, 1001, 5001, nil, 0)
+}
+
+// end returns the file.
+func (c *craftedCapture) end() []byte {
+	if err := c.z.Close(); err != nil {
+		c.t.Fatal(err)
+	}
+	return c.file.Bytes()
 }
 
 // Captures of a few megabytes that ask for much more: memory is bounded, by a limit for all flows together.
@@ -69,10 +77,10 @@ func TestReplayOfCostlyCaptures(t *testing.T) {
 		name string
 		gap  time.Duration
 		peer replay.Peer
-		add  func(c *costlyCapture)
+		add  func(c *craftedCapture)
 		want string // the end of each flow
 	}{
-		{"bytes that were not captured and that nobody acknowledges", time.Microsecond, replay.PeerRecorded, func(c *costlyCapture) {
+		{"bytes that were not captured and that nobody acknowledges", time.Microsecond, replay.PeerRecorded, func(c *craftedCapture) {
 			for i := range 400 {
 				c.open(client(i), web)
 				for j := range uint32(20) {
@@ -80,7 +88,7 @@ func TestReplayOfCostlyCaptures(t *testing.T) {
 				}
 			}
 		}, "the capture ends"},
-		{"the same, once the server has ended it", time.Microsecond, replay.PeerRecorded, func(c *costlyCapture) {
+		{"the same, once the server has ended it", time.Microsecond, replay.PeerRecorded, func(c *craftedCapture) {
 			for i := range 400 {
 				c.open(client(i), web)
 				for j := range uint32(20) {
@@ -89,7 +97,7 @@ func TestReplayOfCostlyCaptures(t *testing.T) {
 				c.at = c.at.Add(time.Minute)
 			}
 		}, ""},
-		{"what the application sends, to an echo that it does not listen to", time.Microsecond, replay.PeerEcho, func(c *costlyCapture) {
+		{"what the application sends, to an echo that it does not listen to", time.Microsecond, replay.PeerEcho, func(c *craftedCapture) {
 			c.deaf = true
 			for i := range 400 {
 				c.open(client(i), web)
@@ -98,7 +106,7 @@ func TestReplayOfCostlyCaptures(t *testing.T) {
 				}
 			}
 		}, "the capture ends"},
-		{"data behind a hole", time.Microsecond, replay.PeerRecorded, func(c *costlyCapture) {
+		{"data behind a hole", time.Microsecond, replay.PeerRecorded, func(c *craftedCapture) {
 			data := make([]byte, 8000)
 			for i := range 400 {
 				c.open(client(i), web)
@@ -107,7 +115,7 @@ func TestReplayOfCostlyCaptures(t *testing.T) {
 				}
 			}
 		}, "the capture ends"},
-		{"answers to no question", time.Microsecond, replay.PeerRecorded, func(c *costlyCapture) {
+		{"answers to no question", time.Microsecond, replay.PeerRecorded, func(c *craftedCapture) {
 			for i := range 400 {
 				c.open(client(i), resolver)
 				for j := range uint32(60) {
@@ -115,7 +123,7 @@ func TestReplayOfCostlyCaptures(t *testing.T) {
 				}
 			}
 		}, ""},
-		{"connections that the server ends first, all at the same time", 0, replay.PeerRecorded, func(c *costlyCapture) {
+		{"connections that the server ends first, all at the same time", 0, replay.PeerRecorded, func(c *craftedCapture) {
 			for i := range 60_000 {
 				c.open(client(i), web)
 				c.segment(web, client(i), tcpACK|tcpFIN, 5001, 1001, nil, 0)
@@ -125,11 +133,9 @@ func TestReplayOfCostlyCaptures(t *testing.T) {
 		}, "ended"},
 	} {
 		t.Run("T3/"+tt.name, func(t *testing.T) {
-			c := newCostlyCapture(t, tt.gap)
+			c := newCraftedCapture(t, tt.gap)
 			tt.add(c)
-			if err := c.z.Close(); err != nil {
-				t.Fatal(err)
-			}
+			file := c.end()
 			debug.FreeOSMemory()
 			var most, before uint64
 			var m runtime.MemStats
@@ -137,7 +143,7 @@ func TestReplayOfCostlyCaptures(t *testing.T) {
 			before = m.HeapSys - m.HeapReleased
 			most = before
 			n := 0
-			_, report := replayBytes(t, replayState(t), c.file.Bytes(), func(cfg *ReplayConfig) {
+			_, report := replayBytes(t, replayState(t), file, func(cfg *ReplayConfig) {
 				cfg.Peer, cfg.Checksums = tt.peer, replay.ChecksumsOff
 				cfg.Emit = func(r ReplayRecord) error {
 					if n++; n%64 == 1 {
@@ -152,9 +158,9 @@ func TestReplayOfCostlyCaptures(t *testing.T) {
 			})
 			runtime.ReadMemStats(&m)
 			most = max(most, m.HeapSys-m.HeapReleased)
-			t.Logf("%d packets of %d KiB: %d MiB", report.Packets.Packets, c.file.Len()>>10, (most-before)>>20)
+			t.Logf("%d packets of %d KiB: %d MiB", report.Packets.Packets, len(file)>>10, (most-before)>>20)
 			if grown := most - before; grown > 250<<20 {
-				t.Errorf("%d KiB took %d MiB of memory", c.file.Len()>>10, grown>>20)
+				t.Errorf("%d KiB took %d MiB of memory", len(file)>>10, grown>>20)
 			}
 		})
 	}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"net/netip"
 	"slices"
-	"time"
 
 	"ztun.dev/ztun/internal/loop"
 )
@@ -58,8 +57,8 @@ type Flow struct {
 
 	list       *flowList
 	prev, next *Flow
-	last       int64     // time of the last packet
-	ended      time.Time // by the clock of loop.Manual: when Player.Over was called
+	last       int64 // time of the last packet, by Player.clock
+	ended      int64 // when Player.Over was called, by the same
 
 	// The recorded connection. Numbers are from the first byte of data on.
 	isn       uint32 // of the SYN

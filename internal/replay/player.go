@@ -47,6 +47,7 @@ const (
 	timeWait   = time.Second     // of package stack: how long its end of a connection stays that it has ended first
 	lingerTime = 2 * time.Minute // without a packet, after which a flow that is over is told of: twice the maximum segment lifetime of Linux
 	maxGap     = 24 * time.Hour  // between two packets; the clock does not go further at once
+	maxBack    = time.Minute     // what packets may be out of order; a larger step back is that of a clock that was set
 	maxSenders = 1 << 16         // whose checksums are counted, and questioners whose answers are kept
 )
 
@@ -187,17 +188,20 @@ func (p *Player) failed() error {
 	return p.err
 }
 
-// advance sets the clock to the time of a packet. It never goes back: a packet that is earlier than the one before happens at the same
-// time, but the first of another capture begins a time of its own.
+// advance sets the clock to the time of a packet. Manual's never goes back: a packet that is a little earlier than the one before happens at
+// the same time, but one that is much earlier, or the first of another capture, begins a time of its own.
 func (p *Player) advance(t int64, first bool) {
 	if !p.begun {
 		p.begun = true
-		p.now, p.shift = t, t-p.m.Group().Now().UnixNano()
+		p.now, p.shift = t, t-p.clock()
 		return
 	}
 	d := time.Duration(t - p.now)
 	switch {
-	case first && (d < 0 || d > maxGap):
+	case first && (d < 0 || d > maxGap), d < -maxBack:
+		if !first {
+			p.counts.Backwards++
+		}
 		p.shift += int64(d)
 		p.now = t
 		return
@@ -216,7 +220,10 @@ func (p *Player) advance(t int64, first bool) {
 }
 
 // When is the capture's time of what happens now.
-func (p *Player) When() int64 { return p.m.Group().Now().UnixNano() + p.shift }
+func (p *Player) When() int64 { return p.clock() + p.shift }
+
+// clock is Manual's time, in nanoseconds since 1970. The capture's may go back.
+func (p *Player) clock() int64 { return p.m.Group().Now().UnixNano() }
 
 // maxNesting is how many encapsulations are looked into.
 const maxNesting = 4
@@ -298,7 +305,7 @@ func (p *Player) fragment(k *packet, depth int) {
 		p.inject(whole, b)
 		return
 	}
-	b, why := p.frags.add(k, p.now)
+	b, why := p.frags.add(k, p.clock())
 	switch {
 	case why != "":
 		p.skip(why)
@@ -383,7 +390,7 @@ func (p *Player) expire() {
 	for {
 		p.mu.Lock()
 		f := p.over.first
-		if f == nil || p.over.n <= maxOver && p.now-f.last < int64(lingerTime) {
+		if f == nil || p.over.n <= maxOver && p.clock()-f.last < int64(lingerTime) {
 			f = nil
 		} else {
 			p.forget(f)
@@ -394,7 +401,7 @@ func (p *Player) expire() {
 		}
 		p.m.Settle() // the netstack has let go of it
 		p.done(f)
-		if f.timeWait && p.m.Group().Now().Sub(f.ended) < timeWait {
+		if f.timeWait && p.clock()-f.ended < int64(timeWait) {
 			p.m.Advance(timeWait) // the capture's clock goes on slowly, or not at all
 			p.shift -= int64(timeWait)
 		}
@@ -442,7 +449,7 @@ func (p *Player) Find(src, dst netip.AddrPort) *Flow {
 func (p *Player) Over(f *Flow) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	f.End, f.ended = p.When(), p.m.Group().Now()
+	f.End, f.ended = p.When(), p.clock()
 	if f.list == &p.open {
 		p.open.remove(f)
 		p.over.push(f)
@@ -492,6 +499,25 @@ func (p *Player) Open(packet uint64) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.untold[packet]
+}
+
+// Doubts says in one line what of the packets was played all the same, or "".
+func (c *Counts) Doubts() string {
+	var parts []string
+	for _, x := range []struct {
+		n    uint64
+		what string
+	}{
+		{c.CutOff, "not captured in whole"},
+		{c.Checksums, "with a wrong checksum"},
+		{c.Backwards, "earlier than the one before"},
+		{c.Gaps, "more than a day after it"},
+	} {
+		if x.n > 0 {
+			parts = append(parts, fmt.Sprintf("%d %s", x.n, x.what))
+		}
+	}
+	return strings.Join(parts, ", ")
 }
 
 // Unused says in one line what was not played, or "".

@@ -181,7 +181,7 @@ func (p *Player) touch(f *Flow, k *packet, c *Count, side byte) {
 	if n := k.carried(); n > 0 {
 		c.Bytes += uint64(n)
 	}
-	f.last = p.now
+	f.last = p.clock()
 	if f.list == &p.over && f.Kind != Played {
 		f.End = p.now
 	}
