@@ -664,6 +664,29 @@ func TestReplayOfHostnames(t *testing.T) {
 	}
 }
 
+// An address that ends like one that stands for a hostname is another one.
+func TestReplayNamesInText(t *testing.T) {
+	var n replayNames
+	for _, name := range []string{"db.example", "vm.example"} {
+		if _, err := n.Resolve(t.Context(), name); err != nil {
+			t.Fatal(err)
+		}
+	}
+	note := &flowNote{looked: []netip.Addr{netip.MustParseAddr("0.0.0.1"), netip.MustParseAddr("0.0.0.2")}}
+	for _, tt := range []struct{ text, want string }{
+		{"", ""},
+		{"0.0.0.1:5432", "db.example:5432"},
+		{"10.0.0.1:5432", "10.0.0.1:5432"},
+		{"1.0.0.0.1:5432", "1.0.0.0.1:5432"},
+		{"10.0.0.1:15008, 0.0.0.1:15008, 110.0.0.2:1, 0.0.0.2:1", "10.0.0.1:15008, db.example:15008, 110.0.0.2:1, vm.example:1"},
+		{"hbone: connect 0.0.0.2:15008: refused by 20.0.0.2:80", "hbone: connect vm.example:15008: refused by 20.0.0.2:80"},
+	} {
+		if got := n.told(note, tt.text); got != tt.want {
+			t.Errorf("told(%q) = %q, want %q", tt.text, got, tt.want)
+		}
+	}
+}
+
 // A capture of a node that gives flows to the kernel has their SYNs only, twice: as they came and, with a note, as they went on. What was
 // decided is told, and nothing is made up of the rest.
 func TestReplayOfWhatTheKernelCarries(t *testing.T) {
