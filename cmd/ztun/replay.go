@@ -99,7 +99,7 @@ func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err erro
 		if expected, err = os.ReadFile(f.expect); err != nil {
 			return usageError{fmt.Errorf("ztun replay: --expect: %w", err)}
 		}
-		if o = outputText; bytes.HasPrefix(expected, []byte("{")) {
+		if !cmd.Flags().Changed("output") && (len(expected) == 0 || expected[0] == '{') { // text has a summary at least
 			o = outputJSON
 		}
 	}
@@ -165,13 +165,14 @@ func (f *replayFlags) play(cmd *cobra.Command, cfg *node.ReplayConfig, files map
 		_ = out.Flush() // the error says more
 		return exitFailure, err
 	}
+	if o == outputText {
+		_, _ = io.WriteString(w, summary(report, cfg.Compare != nil, differing)) // Flush tells
+	}
 	if f.expect != "" && !interrupted {
 		if d := diff.Diff(f.expect, expected, "this run", kept.Bytes()); d != nil {
 			differing++
-			_, _ = out.Write(d) // Flush tells
+			_, _ = out.Write(d) // as above
 		}
-	} else if o == outputText {
-		_, _ = io.WriteString(out, summary(report, cfg.Compare != nil, differing))
 	}
 	if err := out.Flush(); err != nil {
 		return exitFailure, err

@@ -65,8 +65,10 @@ func TestReplayOfSamples(t *testing.T) {
 					t.Errorf("%s (-golden +got):\n%s", golden, diff)
 				}
 			}
-			if stdout, stderr, code := replayed(t, "--expect", goldenOf(name, ".jsonl"), name); code != want || stdout != "" {
-				t.Errorf("--expect: exit code %d, want %d; stdout %s, stderr %s", code, want, stdout, stderr)
+			for _, args := range [][]string{{".jsonl"}, {".txt"}, {".jsonl", "-o", "json"}, {".txt", "-o", "text"}} {
+				if stdout, stderr, code := replayed(t, append(args[1:], "--expect", goldenOf(name, args[0]), name)...); code != want || stdout != "" {
+					t.Errorf("--expect %s: exit code %d, want %d; stdout %s, stderr %s", args, code, want, stdout, stderr)
+				}
 			}
 		})
 	}
@@ -102,6 +104,22 @@ func TestReplayTellsOfDifferences(t *testing.T) {
 		stdout, stderr, code := replayed(t, "--expect", golden, capture)
 		if code != exitDiffers || !strings.Contains(stdout, "\n--- "+golden+"\n+++ this run\n@@ -1,3 +1,3 @@\n") || strings.Count(stdout, "\n-{") != 1 || strings.Count(stdout, "\n+{") != 1 {
 			t.Errorf("exit code %d, stdout %s, stderr %s", code, stdout, stderr)
+		}
+	})
+	t.Run("T2/nothing", func(t *testing.T) {
+		empty := filepath.Join(t.TempDir(), "golden")
+		if err := os.WriteFile(empty, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		nobody := []string{"--local", "10.9.9.9", "--expect", empty, capture}
+		if stdout, stderr, code := replayed(t, nobody...); code != exitOK || stdout != "" {
+			t.Errorf("exit code %d, stdout %s, stderr %s", code, stdout, stderr)
+		}
+		if stdout, _, code := replayed(t, append(nobody, "-o", "text")...); code != exitDiffers || !strings.Contains(stdout, "\n+30 packets; flows: none;") {
+			t.Errorf("as text: exit code %d, stdout %s", code, stdout)
+		}
+		if stdout, _, code := replayed(t, "-o", "text", "--expect", golden, capture); code != exitDiffers || !strings.Contains(stdout, "\n+30 packets;") {
+			t.Errorf("JSON as text: exit code %d, stdout %s", code, stdout)
 		}
 	})
 	t.Run("T2/a truncated capture that is as expected", func(t *testing.T) {
