@@ -19,6 +19,7 @@ import (
 	"strings"
 	"syscall"
 	"time"
+	"unicode/utf8"
 
 	"github.com/rogpeppe/go-internal/diff"
 	"github.com/spf13/cobra"
@@ -457,6 +458,9 @@ func readState(flag, name string, st *workload.State) (settings map[string]strin
 	data, err := os.ReadFile(name)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", flag, err)
+	}
+	if !utf8.Valid(data) {
+		return nil, fmt.Errorf("%s: %s is no text: want a mesh state file (YAML), or what /config_dump has answered", flag, name)
 	}
 	*st, settings, err = parseState(name, data)
 	return settings, err

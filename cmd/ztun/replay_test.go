@@ -242,6 +242,7 @@ func TestReplayIsToldWhatIsWrong(t *testing.T) {
 		{"expect", []string{"--expect", "nowhere", capture}, "--expect: open nowhere"},
 		{"both", []string{"--expect", capture, "--compare", capture, capture}, "do not go together"},
 		{"compare", []string{"--compare", capture, capture}, "mesh-http.pcap"},
+		{"a state that is a capture", []string{"--state", capture, capture}, "--state: " + capture + " is no text: want a mesh state file (YAML)"},
 		{"flag", []string{"--expct", capture}, "--expct"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -333,7 +334,15 @@ func TestReplayOfBadInput(t *testing.T) {
 		{"a directory with a capture", func(t *testing.T) string { return filepath.Dir(write(t, "x", sample)) }, exitOK, 30, ""},
 		{"a directory without one", func(t *testing.T) string { return t.TempDir() }, exitUsage, -1, "has no file\n"},
 		{"a gzip bomb", func(t *testing.T) string { return write(t, "x", zipped(sample, 16<<20)) }, exitOK, 30 + 16<<20/16, ""},
-		{"a gzip file that is cut off", func(t *testing.T) string { b := zipped(sample, 0); return write(t, "x", b[:len(b)-20]) }, exitPartly, -1, "is cut off\n"},
+		{"a gzip file that is cut off", func(t *testing.T) string { b := zipped(sample, 0); return write(t, "x", b[:len(b)-20]) }, exitPartly, -1, "the gzip file is cut off\n"},
+		{"100 bytes of a gzip file", func(t *testing.T) string { return write(t, "x", zipped(sample, 0)[:100]) }, exitPartly, 0, "byte 0: the gzip file is cut off\n"},
+		{"the beginning of a gzip file", func(t *testing.T) string { return write(t, "x", zipped(sample, 0)[:5]) }, exitPartly, 0, "byte 0: the gzip file is cut off\n"},
+		{"a gzip file with something behind it", func(t *testing.T) string { return write(t, "x", append(zipped(sample, 0), "junk"...)) }, exitPartly, 30, "something follows the end of the gzip file: it was passed over\n"},
+		{"a gzip file with zeros behind it", func(t *testing.T) string { return write(t, "x", append(zipped(sample, 0), make([]byte, 512)...)) }, exitPartly, 30, "it was passed over\n"},
+		{"two gzip files in one", func(t *testing.T) string {
+			return write(t, "x", append(zipped(sample[:1000], 0), zipped(sample[1000:], 0)...))
+		}, exitOK, 30, ""},
+		{"two gzip files in one, the second cut off", func(t *testing.T) string { return write(t, "x", append(zipped(sample, 0), zipped(nil, 16)[:12]...)) }, exitPartly, 30, "the gzip file is cut off\n"},
 		{"a gzip file in a gzip file", func(t *testing.T) string { return write(t, "x", zipped(zipped(sample, 0), 0)) }, exitPartly, 0, "neither pcap nor pcapng\n"},
 		{"snaplen 0", func(t *testing.T) string { return write(t, "x", snapless) }, exitOK, 30, ""},
 		{"a link type that is not supported", func(t *testing.T) string { return write(t, "x", wireless) }, exitPartly, 30, "ztun: link type 105: not supported: 30 packets were passed over\n"},
