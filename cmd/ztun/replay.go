@@ -75,10 +75,12 @@ same.`,
 	fs.StringVar(&f.report, "report", "", "write `FILE` (JSON): counts of packets and records, and what could not be used")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		f.netSet = fs.Changed("network")
-		ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
-		defer stop()
-		context.AfterFunc(ctx, stop) // one more ends it at once, whatever it waits for
-		cmd.SetContext(ctx)
+		if f.script == "" { // of which an interrupt leaves nothing to end in order
+			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+			defer stop()
+			context.AfterFunc(ctx, stop) // one more ends it at once, whatever it waits for
+			cmd.SetContext(ctx)
+		}
 		return f.run(cmd, args, *o)
 	}
 	return cmd
