@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -110,6 +111,9 @@ func (f *captureFlags) run(ctx context.Context, stdout, stderr io.Writer) (err e
 	default:
 		return fmt.Errorf("ztun capture: %s: %s", resp.Status, reason(resp.Body))
 	}
+	if kind := resp.Header.Get("Content-Type"); kind != captureType {
+		return fmt.Errorf("ztun capture: what answers at %s is no ztun: it sends %q; --admin says where one is", f.admin, kind)
+	}
 	w := io.WriteCloser(unclosed{stdout})
 	switch {
 	case f.files > 0:
@@ -128,12 +132,23 @@ func (f *captureFlags) run(ctx context.Context, stdout, stderr io.Writer) (err e
 		return nil
 	case errors.Is(err, syscall.EPIPE):
 		return nil // whoever has read it has enough
-	case err != nil:
+	case err != nil && !errors.Is(err, io.ErrUnexpectedEOF) && !errors.Is(err, syscall.ECONNRESET):
 		return fmt.Errorf("ztun capture: %w", err)
 	}
-	_, _ = fmt.Fprintf(stderr, "ztun: %s packets captured, %s dropped\n", resp.Trailer.Get("X-Ztun-Captured"), resp.Trailer.Get("X-Ztun-Dropped")) // as above
+	packets, dropped := resp.Trailer.Get("X-Ztun-Captured"), resp.Trailer.Get("X-Ztun-Dropped")
+	if packets == "" || dropped == "" { // they come last
+		where := cmp.Or(strings.TrimPrefix(f.file, "-"), "standard output")
+		if f.files > 0 {
+			where = "the files of " + where
+		}
+		return fmt.Errorf("ztun capture: the running ztun went away after %d bytes: what it had sent is in %s", n, where)
+	}
+	_, _ = fmt.Fprintf(stderr, "ztun: %s packets captured, %s dropped\n", packets, dropped) // as above
 	return nil
 }
+
+// captureType is the media type of captures.
+const captureType = "application/vnd.tcpdump.pcap"
 
 // An unclosed is somebody else's to close.
 type unclosed struct{ io.Writer }

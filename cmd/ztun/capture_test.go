@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -20,6 +22,7 @@ func TestCaptureOfARing(t *testing.T) {
 	var query string
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		query = r.URL.RawQuery
+		w.Header().Set("Content-Type", captureType)
 		w.Header().Set("Trailer", "X-Ztun-Captured, X-Ztun-Dropped")
 		out := replay.NewWriter(w, "test", 0, "pod")
 		for i := range packets {
@@ -60,5 +63,50 @@ func TestCaptureOfARing(t *testing.T) {
 				t.Errorf("(-want +got):\n%s", diff)
 			}
 		})
+	}
+}
+
+// What answers may be no ztun, or go away: a capture that is whole is told from one that is not.
+func TestCaptureThatIsNotWhole(t *testing.T) {
+	whole := func(w http.ResponseWriter) {
+		w.Header().Set("X-Ztun-Captured", "0")
+		w.Header().Set("X-Ztun-Dropped", "0")
+	}
+	for _, tt := range []struct {
+		name, kind string
+		end        func(w http.ResponseWriter)
+		code       int
+		want       string
+		written    bool
+	}{
+		{"whole", captureType, whole, exitOK, "ztun: 0 packets captured, 0 dropped\n", true},
+		{"a web page", "text/html; charset=utf-8", whole, exitFailure, "is no ztun: it sends \"text/html; charset=utf-8\"; --admin says where one is\n", false},
+		{"a ztun that ends", captureType, func(http.ResponseWriter) { panic(http.ErrAbortHandler) }, exitFailure, "the running ztun went away after 40 bytes: what it had sent is in ", true},
+		{"a capture that ends early", captureType, func(http.ResponseWriter) {}, exitFailure, "the running ztun went away after 40 bytes: what it had sent is in ", true},
+	} {
+		for _, ring := range []bool{false, true} {
+			t.Run(fmt.Sprintf("P8/%s/ring=%v", tt.name, ring), func(t *testing.T) {
+				server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+					w.Header().Set("Content-Type", tt.kind)
+					w.Header().Set("Trailer", "X-Ztun-Captured, X-Ztun-Dropped")
+					replay.NewWriter(w, "test", 0)
+					w.(http.Flusher).Flush()
+					tt.end(w)
+				}))
+				defer server.Close()
+				dir := t.TempDir()
+				var out, errs bytes.Buffer
+				args := []string{"capture", "--admin", server.Listener.Addr().String(), "-w", filepath.Join(dir, "x.pcapng")}
+				if ring {
+					args = append(args, "--files", "2")
+				}
+				if code := run(t.Context(), args, nil, &out, &errs); code != tt.code || !strings.Contains(errs.String(), tt.want) {
+					t.Errorf("exit code %d, want %d; stderr %q, want %q in it", code, tt.code, &errs, tt.want)
+				}
+				if files, err := os.ReadDir(dir); err != nil || (len(files) > 0) != tt.written {
+					t.Errorf("written: %v, %v", files, err)
+				}
+			})
+		}
 	}
 }

@@ -9,13 +9,17 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/netip"
 	"os"
+	"os/signal"
 	"runtime"
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
+	"unicode/utf8"
 
 	"github.com/rogpeppe/go-internal/diff"
 	"github.com/spf13/cobra"
@@ -43,7 +47,8 @@ network and no TUN device are needed; the clock is that of the capture, and two 
 A CAPTURE is a file (pcap or pcapng, also gzip), a directory, or - for standard input. The state is a mesh state file, or what
 /config_dump has answered. With --compare the flows are told that another state would treat differently.
 
-Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could not be used in whole; the rest is told all the same.`,
+Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could not be used in whole, or on an interrupt; the rest is told all the
+same.`,
 		Example: `  ztun replay --state mesh.yaml in.pcap
   ztun replay --state mesh.yaml --compare new.yaml --local 10.10.1.2 in.pcap
   ztun replay --state mesh.yaml -o json in.pcap > golden.jsonl
@@ -65,18 +70,24 @@ Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could n
 	fs.StringVar(&f.expect, "expect", "", "compare with `FILE`, JSON lines or text as it has them, and print the difference")
 	fs.StringVar(&f.write, "write-pcap", "", "write `FILE` (pcapng): what the netstack has read and sent; with --only the packets as they were captured")
 	fs.StringVar(&f.script, "script", "", "play the packets that `FILE` (YAML) describes, in place of captures, and compare what the netstack sends with what it expects")
-	fs.StringVar(&f.anonymize, "anonymize", "", "play nothing; write the packets to `FILE` (pcapng) with other addresses and names and without payload, and the state in the same way to FILE.state.json")
+	fs.StringVar(&f.anonymize, "anonymize", "", "tell nothing; write the packets, or what --only chooses of them, to `FILE` (pcapng) with other addresses and names and without payload, and the state in the same way to FILE.state.json")
 	fs.StringVar(&f.seed, "seed", "", "what --anonymize depends on: the same `TEXT`, to be kept secret, gives the same addresses and names; the default is random")
 	fs.StringVar(&f.report, "report", "", "write `FILE` (JSON): counts of packets and records, and what could not be used")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		f.netSet = fs.Changed("network")
+		if f.script == "" { // of which an interrupt leaves nothing to end in order
+			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+			defer stop()
+			context.AfterFunc(ctx, stop) // one more ends it at once, whatever it waits for
+			cmd.SetContext(ctx)
+		}
 		return f.run(cmd, args, *o)
 	}
 	return cmd
 }
 
 func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err error) {
-	if err := f.overwrites(args); err != nil {
+	if err := f.fit(cmd.Flags().Changed, args); err != nil {
 		return err
 	}
 	cfg, err := f.config(cmd.InOrStdin(), args)
@@ -86,71 +97,110 @@ func (f *replayFlags) run(cmd *cobra.Command, args []string, o output) (err erro
 	if f.script != "" {
 		return f.playScript(cmd.OutOrStdout(), cfg, o)
 	}
-	if f.anonymize != "" {
-		if err := f.writeAnonymized(cfg, cmd.ErrOrStderr()); err != nil {
-			return fmt.Errorf("ztun replay: --anonymize: %w", err)
-		}
-		return problems(cmd.ErrOrStderr(), cfg.Source.Problems())
-	}
 	var expected []byte
 	if f.expect != "" {
 		if expected, err = os.ReadFile(f.expect); err != nil {
 			return usageError{fmt.Errorf("ztun replay: --expect: %w", err)}
 		}
-		if o = outputText; bytes.HasPrefix(expected, []byte("{")) {
+		if !cmd.Flags().Changed("output") && (len(expected) == 0 || expected[0] == '{') { // text has a summary at least
 			o = outputJSON
 		}
 	}
+	files, err := f.create(cmd.InOrStdin(), cfg.Source)
+	if err != nil {
+		return err
+	}
+	code := exitOK
+	if f.anonymize != "" {
+		code, err = f.writeAnonymized(cmd, cfg, files)
+	} else {
+		code, err = f.play(cmd, cfg, files, o, expected)
+	}
+	for _, flag := range slices.Sorted(maps.Keys(files)) {
+		if failed := files[flag].finish(err == nil); failed != nil {
+			err = errors.Join(err, fmt.Errorf("--%s: %w", flag, failed))
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("ztun replay: %w", err)
+	}
+	if code != exitOK {
+		return exitCode(code)
+	}
+	return nil
+}
+
+// play plays captures, and returns the exit code.
+func (f *replayFlags) play(cmd *cobra.Command, cfg *node.ReplayConfig, files map[string]*outFile, o output, expected []byte) (code int, err error) {
 	out := bufio.NewWriterSize(cmd.OutOrStdout(), 64<<10)
 	var kept bytes.Buffer
 	var w io.Writer = out
 	if f.expect != "" {
 		w = &kept
 	}
+	shown := func(err error) error {
+		if cfg.Wait != nil && err == nil {
+			return out.Flush() // somebody looks on
+		}
+		return err
+	}
 	differing := 0
 	if cfg.Compare == nil {
-		cfg.Emit = func(r node.ReplayRecord) error { return printRecord(w, o, r) }
+		cfg.Emit = func(r node.ReplayRecord) error { return shown(printRecord(w, o, r)) }
 	} else {
 		cfg.Emit = func(node.ReplayRecord) error { return nil }
 		cfg.Differ = func(a, b node.ReplayRecord) error {
 			differing++
-			return printChange(w, o, a, b)
+			return shown(printChange(w, o, a, b))
 		}
 	}
-	finish, err := f.writers(cfg)
-	if err != nil {
-		return fmt.Errorf("ztun replay: %w", err)
+	if file := files["write-pcap"]; file != nil {
+		if w := replay.NewWriter(file, "ztun replay", 0, "pod"); cfg.Only != nil {
+			cfg.Recorded = w
+		} else {
+			cfg.Played = w
+		}
 	}
-	// One thing happens at a time. With one processor no goroutine has to wake another thread for it: 87,000 packets a second, against
-	// 32,000 with two (BenchmarkReplay, on a busy machine).
-	before := runtime.GOMAXPROCS(1)
-	report, err := node.Replay(cmd.Context(), *cfg)
-	runtime.GOMAXPROCS(before)
-	if err = errors.Join(err, finish()); err != nil {
+	ctx := cmd.Context()
+	report, err := playCaptures(ctx, cfg)
+	interrupted := ctx.Err() != nil && errors.Is(err, context.Cause(ctx))
+	if err != nil && !interrupted {
 		_ = out.Flush() // the error says more
-		return fmt.Errorf("ztun replay: %w", err)
+		return exitFailure, err
 	}
-	if f.expect != "" {
+	if o == outputText {
+		_, _ = io.WriteString(w, summary(report, cfg.Compare != nil, differing)) // Flush tells
+	}
+	if f.expect != "" && !interrupted {
 		if d := diff.Diff(f.expect, expected, "this run", kept.Bytes()); d != nil {
 			differing++
-			_, _ = out.Write(d) // Flush tells
+			_, _ = out.Write(d) // as above
 		}
-	} else if o == outputText {
-		_, _ = io.WriteString(out, summary(report, cfg.Compare != nil, differing))
 	}
 	if err := out.Flush(); err != nil {
-		return fmt.Errorf("ztun replay: %w", err)
+		return exitFailure, err
 	}
-	if f.report != "" {
-		if err := writeReport(f.report, report); err != nil {
-			return fmt.Errorf("ztun replay: --report: %w", err)
+	if file := files["report"]; file != nil {
+		if err := printJSON(file, report); err != nil {
+			return exitFailure, fmt.Errorf("--report: %w", err)
 		}
 	}
-	err = problems(cmd.ErrOrStderr(), report.Problems)
-	if differing > 0 {
-		return exitCode(exitDiffers)
+	code = problems(cmd.ErrOrStderr(), report.Problems)
+	switch {
+	case interrupted:
+		_, _ = fmt.Fprintln(cmd.ErrOrStderr(), "ztun: interrupted: the rest of what there is was not played") // nobody is left to tell
+		code = exitPartly
+	case differing > 0:
+		code = exitDiffers
 	}
-	return err
+	return code, nil
+}
+
+// playCaptures plays captures on one processor. One thing happens at a time, and then no goroutine has to wake another thread for it:
+// 87,000 packets a second, against 32,000 with two (BenchmarkReplay, on a busy machine).
+func playCaptures(ctx context.Context, cfg *node.ReplayConfig) (*node.ReplayReport, error) {
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
+	return node.Replay(ctx, *cfg)
 }
 
 // playScript plays a script: its steps, and then what became of the connection.
@@ -180,43 +230,86 @@ func (f *replayFlags) playScript(w io.Writer, cfg *node.ReplayConfig, o output) 
 	return nil
 }
 
-// problems tells what could not be used.
-func problems(stderr io.Writer, list []replay.Problem) error {
+// problems tells what could not be used, and returns the exit code.
+func problems(stderr io.Writer, list []replay.Problem) int {
 	for _, p := range list {
 		_, _ = fmt.Fprintf(stderr, "ztun: %s\n", p) // nobody is left to tell
 	}
 	if len(list) > 0 {
-		return exitCode(exitPartly)
+		return exitPartly
 	}
-	return nil
+	return exitOK
 }
 
-// writeAnonymized writes a capture and a state that can be given away.
-func (f *replayFlags) writeAnonymized(cfg *node.ReplayConfig, stderr io.Writer) error {
+// writeAnonymized writes a capture and a state that can be given away, and returns the exit code.
+func (f *replayFlags) writeAnonymized(cmd *cobra.Command, cfg *node.ReplayConfig, files map[string]*outFile) (code int, err error) {
 	key := []byte(f.seed)
 	if f.seed == "" {
 		key = make([]byte, 32)
 		_, _ = rand.Read(key) // never fails
 	}
 	a := replay.NewAnonymizer(key)
-	state, err := json.MarshalIndent(anonymousState(a, cfg), "", "  ")
+	if err := printJSON(files[anonymizedState], anonymousState(a, cfg)); err != nil {
+		return exitFailure, err
+	}
+	var left uint64
+	var unused []replay.Problem
+	w := replay.NewWriter(untilDone{cmd.Context(), files["anonymize"]}, "ztun replay --anonymize", 0, "anonymized")
+	if cfg.Only == nil {
+		left, err = a.Capture(cfg.Source, w)
+		unused = cfg.Source.Problems()
+	} else {
+		left, unused, err = anonymizeChosen(cmd.Context(), cfg, a, w)
+	}
 	if err != nil {
-		return err
+		return exitFailure, err
 	}
-	if err := os.WriteFile(f.anonymize+".state.json", append(state, '\n'), 0o644); err != nil {
-		return err
-	}
-	file, err := os.Create(f.anonymize)
-	if err != nil {
-		return err
-	}
-	buf := bufio.NewWriterSize(file, 256<<10)
-	left, err := a.Capture(cfg.Source, replay.NewWriter(buf, "ztun replay --anonymize", 0, "anonymized"))
 	if left > 0 {
-		_, _ = fmt.Fprintf(stderr, "ztun: %d packets were left out: not IP, or damaged\n", left) // nobody is left to tell
+		_, _ = fmt.Fprintf(cmd.ErrOrStderr(), "ztun: %d packets were left out: not IP, or damaged\n", left) // nobody is left to tell
 	}
-	return errors.Join(err, buf.Flush(), file.Close())
+	return problems(cmd.ErrOrStderr(), unused), nil
 }
+
+// An untilDone writes as long as there is no reason to end.
+type untilDone struct {
+	ctx context.Context
+	w   io.Writer
+}
+
+// Write implements io.Writer.
+func (u untilDone) Write(p []byte) (int, error) {
+	if u.ctx.Err() != nil {
+		return 0, context.Cause(u.ctx)
+	}
+	return u.w.Write(p)
+}
+
+// anonymizeChosen writes what --only chooses, which takes playing it.
+func anonymizeChosen(ctx context.Context, cfg *node.ReplayConfig, a *replay.Anonymizer, w *replay.Writer) (left uint64, unused []replay.Problem, err error) {
+	chosen, from := io.Pipe()
+	played := make(chan error)
+	go func() {
+		buf := bufio.NewWriterSize(from, 256<<10)
+		cfg.Recorded, cfg.Emit = replay.NewWriter(buf, "ztun replay", 0, "pod"), func(node.ReplayRecord) error { return nil }
+		report, err := playCaptures(ctx, cfg)
+		if err = errors.Join(err, buf.Flush(), from.Close()); err == nil {
+			unused = report.Problems
+		}
+		played <- err
+	}()
+	source, err := replay.NewSource(replay.SourceConfig{Paths: []string{"-"}, Stdin: chosen})
+	if err == nil {
+		left, err = a.Capture(source, w)
+	}
+	_ = chosen.Close() // whoever writes to it has an error now, and no more
+	if playing := <-played; err == nil {
+		err = playing
+	}
+	return left, unused, err
+}
+
+// anonymizedState stands for the other file of --anonymize.
+const anonymizedState = "anonymize (the state)"
 
 // A stateDump is the state in the form of a /config_dump, by whose staticConfig one is told.
 type stateDump struct {
@@ -249,18 +342,83 @@ func anonymousState(a *replay.Anonymizer, cfg *node.ReplayConfig) (d stateDump) 
 	return d
 }
 
-// overwrites refuses outputs that are inputs.
-func (f *replayFlags) overwrites(args []string) error {
-	inputs := slices.Concat(args, []string{f.state, f.compare, f.expect, f.script})
-	for _, out := range []struct{ flag, name string }{{"write-pcap", f.write}, {"anonymize", f.anonymize}, {"report", f.report}} {
-		to, err := os.Stat(out.name)
-		if err != nil {
-			continue // it is not there
+// create creates the files that are written, by flag. It refuses those that are inputs, or one another.
+func (f *replayFlags) create(stdin io.Reader, captures *replay.Source) (map[string]*outFile, error) {
+	names := map[string]string{"write-pcap": f.write, "anonymize": f.anonymize, "report": f.report}
+	if f.anonymize != "" {
+		names[anonymizedState] = f.anonymize + ".state.json"
+	}
+	maps.DeleteFunc(names, func(_, name string) bool { return name == "" })
+	inputs := slices.Concat(captures.Files(), []string{f.state, f.compare, f.expect, f.script})
+	if name, ok := strings.CutPrefix(f.peer, "file:"); ok {
+		inputs = append(inputs, name)
+	}
+	if file, ok := stdin.(*os.File); ok && slices.Contains(inputs, "-") {
+		inputs = append(inputs, fmt.Sprintf("/dev/fd/%d", file.Fd()))
+	}
+	flags := slices.Sorted(maps.Keys(names))
+	for i, flag := range flags {
+		name := names[flag]
+		if name == "-" {
+			return nil, usagef("ztun replay: --%s -: it cannot be standard output: name a file", flag)
 		}
-		for _, name := range inputs {
-			if from, err := os.Stat(name); err == nil && os.SameFile(from, to) {
-				return usagef("ztun replay: --%s %s: that is also an input, %s: name another file", out.flag, out.name, name)
+		if info, err := os.Stat(name); err == nil && !info.Mode().IsRegular() && !info.IsDir() {
+			continue // a pipe, or /dev/null
+		}
+		for _, in := range inputs {
+			if in != "" && sameFile(name, in) {
+				return nil, usagef("ztun replay: --%s %s: that is also an input, %s: name another file", flag, name, in)
 			}
+		}
+		for _, other := range flags[:i] {
+			if sameFile(name, names[other]) {
+				return nil, usagef("ztun replay: --%s %s: --%s writes that file as well: name another one", flag, name, other)
+			}
+		}
+	}
+	files := make(map[string]*outFile)
+	for _, flag := range flags {
+		file, err := createFile(names[flag])
+		if err != nil {
+			for _, created := range files {
+				_ = created.finish(false) // the error says more
+			}
+			return nil, fmt.Errorf("ztun replay: --%s: %w", flag, err)
+		}
+		files[flag] = file
+	}
+	return files, nil
+}
+
+// fit refuses flags that have no effect beside others. given says which there are.
+func (f *replayFlags) fit(given func(flag string) bool, args []string) error {
+	switch {
+	case f.state == "":
+		return usagef("ztun replay: want --state: what is a capture played against?")
+	case f.script != "" && len(args)+len(f.dirs) > 0:
+		return usagef("ztun replay: --script is in place of captures")
+	case f.script == "" && len(args)+len(f.dirs) == 0:
+		return usagef("ztun replay: want a capture: a file, a directory, or - for standard input")
+	case given("seed") && f.anonymize == "":
+		return usagef("ztun replay: --seed is for --anonymize")
+	}
+	for _, x := range []struct {
+		flag string
+		not  []string // beside it
+	}{
+		{"script", []string{"anonymize", "checksum", "compare", "decap", "expect", "only", "peer", "recursive", "report", "speed", "write-pcap"}},
+		{"anonymize", []string{"compare", "expect", "output", "peer", "report", "speed", "write-pcap"}},
+		{"expect", []string{"compare"}},
+	} {
+		for _, other := range x.not {
+			if given(x.flag) && given(other) {
+				return usagef("ztun replay: --%s and --%s do not go together", x.flag, other)
+			}
+		}
+	}
+	for _, flag := range []string{"checksum", "decap", "local"} {
+		if f.anonymize != "" && f.only == "" && given(flag) {
+			return usagef("ztun replay: --%s has no effect on --anonymize without --only: nothing is played", flag)
 		}
 	}
 	return nil
@@ -268,16 +426,6 @@ func (f *replayFlags) overwrites(args []string) error {
 
 // config reads what the flags name.
 func (f *replayFlags) config(stdin io.Reader, args []string) (*node.ReplayConfig, error) {
-	switch {
-	case f.state == "":
-		return nil, errors.New("want --state: what is a capture played against?")
-	case f.script != "" && len(args)+len(f.dirs) > 0:
-		return nil, errors.New("--script is in place of captures")
-	case f.script == "" && len(args)+len(f.dirs) == 0:
-		return nil, errors.New("want a capture: a file, a directory, or - for standard input")
-	case f.compare != "" && f.expect != "":
-		return nil, errors.New("--compare and --expect do not go together")
-	}
 	cfg := &node.ReplayConfig{Decap: f.decap}
 	settings, err := readState("--state", f.state, &cfg.State)
 	if err != nil {
@@ -313,6 +461,9 @@ func readState(flag, name string, st *workload.State) (settings map[string]strin
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", flag, err)
 	}
+	if !utf8.Valid(data) {
+		return nil, fmt.Errorf("%s: %s is no text: want a mesh state file (YAML), or what /config_dump has answered", flag, name)
+	}
 	*st, settings, err = parseState(name, data)
 	return settings, err
 }
@@ -335,7 +486,7 @@ func (f *replayFlags) choices(cfg *node.ReplayConfig) (err error) {
 	}
 	if f.speed != "" {
 		speed, err := strconv.ParseFloat(strings.TrimSuffix(f.speed, "x"), 64)
-		if err != nil || speed < 0.001 || speed > 1e6 {
+		if err != nil || !(speed >= 0.001 && speed <= 1e6) { // nor is it NaN
 			return fmt.Errorf("--speed %s: want a factor such as 1x or 0.5x", f.speed)
 		}
 		cfg.Wait = pace(speed)
@@ -346,14 +497,19 @@ func (f *replayFlags) choices(cfg *node.ReplayConfig) (err error) {
 	return err
 }
 
-// pace waits until it is time for a packet, by the first one that comes.
+// pace waits until it is time for a packet, by the first one that comes. One that is more than a minute earlier than the one before begins a
+// time of its own.
 func pace(speed float64) func(context.Context, int64) error {
 	var began time.Time
-	var first int64
+	var first, last int64
 	return func(ctx context.Context, t int64) error {
-		if began.IsZero() {
+		switch {
+		case began.IsZero():
 			began, first = time.Now(), t
+		case t < last-int64(time.Minute):
+			first += t - last
 		}
+		last = t
 		wait := time.Duration(float64(t-first)/speed) - time.Since(began)
 		if wait <= 0 {
 			return nil
@@ -392,24 +548,6 @@ func (f *replayFlags) chosen(st *workload.State) (func(id uint64, src, dst netip
 	return func(_ uint64, src, dst netip.AddrPort) bool {
 		return slices.Contains(addrs, src.Addr()) || slices.Contains(addrs, dst.Addr())
 	}, nil
-}
-
-// writers opens what packets are written to. finish ends it.
-func (f *replayFlags) writers(cfg *node.ReplayConfig) (finish func() error, err error) {
-	if f.write == "" {
-		return func() error { return nil }, nil
-	}
-	file, err := os.Create(f.write)
-	if err != nil {
-		return nil, fmt.Errorf("--write-pcap: %w", err)
-	}
-	buf := bufio.NewWriterSize(file, 256<<10)
-	if w := replay.NewWriter(buf, "ztun replay", 0, "pod"); cfg.Only != nil {
-		cfg.Recorded = w
-	} else {
-		cfg.Played = w
-	}
-	return func() error { return errors.Join(buf.Flush(), file.Close()) }, nil
 }
 
 func printRecord(w io.Writer, o output, r node.ReplayRecord) error {
@@ -458,6 +596,9 @@ func summary(r *node.ReplayReport, compared bool, differing int) string {
 	}
 	s := fmt.Sprintf("%d packets; flows: %s; questions: %d answered by the mesh, %d by a resolver\n",
 		r.Packets.Packets, flows, r.Records["dns_mesh"], r.Records["dns_resolver"])
+	if doubts := r.Packets.Doubts(); doubts != "" {
+		s += "played all the same: " + doubts + "\n"
+	}
 	if unused := r.Packets.Unused(); unused != "" {
 		s += "not played: " + unused + "\n"
 	}
@@ -465,12 +606,4 @@ func summary(r *node.ReplayReport, compared bool, differing int) string {
 		s += fmt.Sprintf("%d differ\n", differing)
 	}
 	return s
-}
-
-func writeReport(name string, r *node.ReplayReport) error {
-	var b bytes.Buffer
-	if err := printJSON(&b, r); err != nil {
-		return err
-	}
-	return os.WriteFile(name, b.Bytes(), 0o644)
 }

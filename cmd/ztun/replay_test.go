@@ -4,12 +4,14 @@ import (
 	"bytes"
 	"compress/gzip"
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -63,8 +65,10 @@ func TestReplayOfSamples(t *testing.T) {
 					t.Errorf("%s (-golden +got):\n%s", golden, diff)
 				}
 			}
-			if stdout, stderr, code := replayed(t, "--expect", goldenOf(name, ".jsonl"), name); code != want || stdout != "" {
-				t.Errorf("--expect: exit code %d, want %d; stdout %s, stderr %s", code, want, stdout, stderr)
+			for _, args := range [][]string{{".jsonl"}, {".txt"}, {".jsonl", "-o", "json"}, {".txt", "-o", "text"}} {
+				if stdout, stderr, code := replayed(t, append(args[1:], "--expect", goldenOf(name, args[0]), name)...); code != want || stdout != "" {
+					t.Errorf("--expect %s: exit code %d, want %d; stdout %s, stderr %s", args, code, want, stdout, stderr)
+				}
 			}
 		})
 	}
@@ -100,6 +104,22 @@ func TestReplayTellsOfDifferences(t *testing.T) {
 		stdout, stderr, code := replayed(t, "--expect", golden, capture)
 		if code != exitDiffers || !strings.Contains(stdout, "\n--- "+golden+"\n+++ this run\n@@ -1,3 +1,3 @@\n") || strings.Count(stdout, "\n-{") != 1 || strings.Count(stdout, "\n+{") != 1 {
 			t.Errorf("exit code %d, stdout %s, stderr %s", code, stdout, stderr)
+		}
+	})
+	t.Run("T2/nothing", func(t *testing.T) {
+		empty := filepath.Join(t.TempDir(), "golden")
+		if err := os.WriteFile(empty, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		nobody := []string{"--local", "10.9.9.9", "--expect", empty, capture}
+		if stdout, stderr, code := replayed(t, nobody...); code != exitOK || stdout != "" {
+			t.Errorf("exit code %d, stdout %s, stderr %s", code, stdout, stderr)
+		}
+		if stdout, _, code := replayed(t, append(nobody, "-o", "text")...); code != exitDiffers || !strings.Contains(stdout, "\n+30 packets; flows: none;") {
+			t.Errorf("as text: exit code %d, stdout %s", code, stdout)
+		}
+		if stdout, _, code := replayed(t, "-o", "text", "--expect", golden, capture); code != exitDiffers || !strings.Contains(stdout, "\n+30 packets;") {
+			t.Errorf("JSON as text: exit code %d, stdout %s", code, stdout)
 		}
 	})
 	t.Run("T2/a truncated capture that is as expected", func(t *testing.T) {
@@ -215,17 +235,57 @@ func TestReplayIsToldWhatIsWrong(t *testing.T) {
 		{"replies", []string{"--peer", "file:nowhere", capture}, "--peer: open nowhere: no such file"},
 		{"checksum", []string{"--checksum", "maybe", capture}, "--checksum maybe: want auto, off or strict"},
 		{"speed", []string{"--speed", "0x", capture}, "--speed 0x: want a factor"},
+		{"a speed that is no number", []string{"--speed", "NaN", capture}, "--speed NaN: want a factor"},
+		{"an endless speed", []string{"--speed", "Inf", capture}, "--speed Inf: want a factor"},
 		{"local", []string{"--local", "client", capture}, "--local: ParseAddr"},
 		{"only", []string{"--only", "nobody", capture}, "--only nobody: neither an id"},
 		{"expect", []string{"--expect", "nowhere", capture}, "--expect: open nowhere"},
 		{"both", []string{"--expect", capture, "--compare", capture, capture}, "do not go together"},
 		{"compare", []string{"--compare", capture, capture}, "mesh-http.pcap"},
+		{"a state that is a capture", []string{"--state", capture, capture}, "--state: " + capture + " is no text: want a mesh state file (YAML)"},
 		{"flag", []string{"--expct", capture}, "--expct"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			stdout, stderr, code := replayed(t, tt.args...)
 			if code != exitUsage || stdout != "" || !strings.Contains(stderr, tt.want) {
 				t.Errorf("exit code %d, want 2; stdout %q; stderr %q, want %q in it", code, stdout, stderr, tt.want)
+			}
+		})
+	}
+}
+
+// Flags that would have no effect are refused, and nothing is written.
+func TestReplayRefusesFlagsWithoutEffect(t *testing.T) {
+	capture := filepath.Join(replaySamples, "mesh-http.pcap")
+	script := filepath.Join(replaySamples, "scripts", "http.yaml")
+	dir := t.TempDir()
+	out := func(name string) string { return filepath.Join(dir, name) }
+	for _, tt := range []struct {
+		args []string
+		want string
+	}{
+		{[]string{"--script", script, "--write-pcap", out("s"), "--report", out("r"), "--only", "77", "--anonymize", out("a"), "--expect", "x", "--speed", "1x"}, "--script and --anonymize do not"},
+		{[]string{"--script", script, "--write-pcap", out("s")}, "--script and --write-pcap do not"},
+		{[]string{"--script", script, "--report", out("r")}, "--script and --report do not"},
+		{[]string{"--script", script, "--only", "77"}, "--script and --only do not"},
+		{[]string{"--script", script, "--expect", script}, "--script and --expect do not"},
+		{[]string{"--script", script, "--speed", "1x"}, "--script and --speed do not"},
+		{[]string{"--script", script, "--peer", "echo"}, "--script and --peer do not"},
+		{[]string{"--anonymize", out("a"), "--expect", capture, capture}, "--anonymize and --expect do not"},
+		{[]string{"--anonymize", out("a"), "--report", out("r"), capture}, "--anonymize and --report do not"},
+		{[]string{"--anonymize", out("a"), "--write-pcap", out("w"), capture}, "--anonymize and --write-pcap do not"},
+		{[]string{"--anonymize", out("a"), "-o", "json", capture}, "--anonymize and --output do not"},
+		{[]string{"--anonymize", out("a"), "--local", "10.244.1.10", capture}, "--local has no effect on --anonymize without --only"},
+		{[]string{"--seed", "a seed", capture}, "--seed is for --anonymize"},
+		{[]string{"--report", "-", capture}, "--report -: it cannot be standard output"},
+	} {
+		t.Run("T1/"+tt.want, func(t *testing.T) {
+			stdout, stderr, code := replayed(t, tt.args...)
+			if code != exitUsage || stdout != "" || !strings.Contains(stderr, tt.want) {
+				t.Errorf("exit code %d, want 2; stdout %q; stderr %q, want %q in it", code, stdout, stderr, tt.want)
+			}
+			if files, err := os.ReadDir(dir); err != nil || len(files) > 0 {
+				t.Errorf("written: %v, %v", files, err)
 			}
 		})
 	}
@@ -274,7 +334,15 @@ func TestReplayOfBadInput(t *testing.T) {
 		{"a directory with a capture", func(t *testing.T) string { return filepath.Dir(write(t, "x", sample)) }, exitOK, 30, ""},
 		{"a directory without one", func(t *testing.T) string { return t.TempDir() }, exitUsage, -1, "has no file\n"},
 		{"a gzip bomb", func(t *testing.T) string { return write(t, "x", zipped(sample, 16<<20)) }, exitOK, 30 + 16<<20/16, ""},
-		{"a gzip file that is cut off", func(t *testing.T) string { b := zipped(sample, 0); return write(t, "x", b[:len(b)-20]) }, exitPartly, -1, "is cut off\n"},
+		{"a gzip file that is cut off", func(t *testing.T) string { b := zipped(sample, 0); return write(t, "x", b[:len(b)-20]) }, exitPartly, -1, "the gzip file is cut off\n"},
+		{"100 bytes of a gzip file", func(t *testing.T) string { return write(t, "x", zipped(sample, 0)[:100]) }, exitPartly, 0, "byte 0: the gzip file is cut off\n"},
+		{"the beginning of a gzip file", func(t *testing.T) string { return write(t, "x", zipped(sample, 0)[:5]) }, exitPartly, 0, "byte 0: the gzip file is cut off\n"},
+		{"a gzip file with something behind it", func(t *testing.T) string { return write(t, "x", append(zipped(sample, 0), "junk"...)) }, exitPartly, 30, "something follows the end of the gzip file: it was passed over\n"},
+		{"a gzip file with zeros behind it", func(t *testing.T) string { return write(t, "x", append(zipped(sample, 0), make([]byte, 512)...)) }, exitPartly, 30, "it was passed over\n"},
+		{"two gzip files in one", func(t *testing.T) string {
+			return write(t, "x", append(zipped(sample[:1000], 0), zipped(sample[1000:], 0)...))
+		}, exitOK, 30, ""},
+		{"two gzip files in one, the second cut off", func(t *testing.T) string { return write(t, "x", append(zipped(sample, 0), zipped(nil, 16)[:12]...)) }, exitPartly, 30, "the gzip file is cut off\n"},
 		{"a gzip file in a gzip file", func(t *testing.T) string { return write(t, "x", zipped(zipped(sample, 0), 0)) }, exitPartly, 0, "neither pcap nor pcapng\n"},
 		{"snaplen 0", func(t *testing.T) string { return write(t, "x", snapless) }, exitOK, 30, ""},
 		{"a link type that is not supported", func(t *testing.T) string { return write(t, "x", wireless) }, exitPartly, 30, "ztun: link type 105: not supported: 30 packets were passed over\n"},
@@ -316,12 +384,92 @@ func TestReplayWaits(t *testing.T) {
 		for _, tt := range []struct {
 			at   time.Duration
 			want string
-		}{{24 * time.Hour, "<nil>"}, {0, "<nil>"}, {24*time.Hour + time.Hour, "waited"}} { // the first, an earlier one, and one an hour later
+		}{{24 * time.Hour, "<nil>"}, {24*time.Hour - time.Second, "<nil>"}, {0, "<nil>"}, {time.Hour, "waited"}} { // the first, earlier ones, and one an hour later
 			if err := wait(ctx, int64(tt.at)); fmt.Sprint(err) != tt.want {
 				t.Errorf("packet at %v: %v, want %s", tt.at, err, tt.want)
 			}
 		}
 	})
+}
+
+// A replay that keeps time shows what has happened, and when it is interrupted it tells of the rest and keeps its files.
+func TestReplayIsInterrupted(t *testing.T) {
+	const hour = 3600
+	dns, mesh := filepath.Join(replaySamples, "dns.pcap"), filepath.Join(replaySamples, "mesh-http.pcap")
+	later := filepath.Join(t.TempDir(), "later.pcap")
+	b, err := os.ReadFile(mesh)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for at := 24; at < len(b); at += 16 + int(binary.LittleEndian.Uint32(b[at+8:])) {
+		binary.LittleEndian.PutUint32(b[at:], binary.LittleEndian.Uint32(b[at:])+hour)
+	}
+	if err := os.WriteFile(later, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	interrupted := func(t *testing.T, args ...string) (stdout, stderr string, code int) {
+		t.Helper()
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		out := &watchedWriter{until: "www.example.com", then: cancel}
+		var errs bytes.Buffer
+		args = append([]string{"replay", "--state", filepath.Join(replaySamples, "mesh.yaml"), "--speed", "1x"}, args...)
+		code = run(ctx, args, nil, out, &errs)
+		return out.String(), errs.String(), code
+	}
+	const note = "ztun: interrupted: the rest of what there is was not played\n"
+	t.Run("T1/what has happened", func(t *testing.T) {
+		report := filepath.Join(t.TempDir(), "report.json")
+		stdout, stderr, code := interrupted(t, "--report", report, dns, later)
+		if code != exitPartly || stderr != note || !strings.Contains(stdout, "questions: 2 answered by the mesh, 1 by a resolver\n") {
+			t.Errorf("exit code %d, stdout\n%s\nstderr %s", code, stdout, stderr)
+		}
+		if b, err := os.ReadFile(report); err != nil || !json.Valid(b) {
+			t.Errorf("report %q, %v", b, err)
+		}
+	})
+	t.Run("T2/differences", func(t *testing.T) {
+		other := filepath.Join(t.TempDir(), "other.yaml")
+		state, err := os.ReadFile(filepath.Join(replaySamples, "mesh.yaml"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(other, bytes.Replace(state, []byte("serviceAccount: client, protocol: HBONE"), []byte("serviceAccount: client, protocol: TCP"), 1), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		stdout, stderr, code := interrupted(t, "--compare", other, dns, later)
+		if code != exitPartly || stderr != note {
+			t.Errorf("exit code %d, stdout\n%s\nstderr %s", code, stdout, stderr)
+		}
+	})
+	t.Run("T2/a capture that is anonymized", func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		dir := t.TempDir()
+		var out, errs bytes.Buffer
+		args := []string{"replay", "--state", filepath.Join(replaySamples, "mesh.yaml"), "--anonymize", filepath.Join(dir, "a.pcapng"), dns}
+		if code := run(ctx, args, nil, &out, &errs); code != exitFailure || !strings.Contains(errs.String(), "context canceled") {
+			t.Errorf("exit code %d, stderr %s", code, &errs)
+		}
+		if files, err := os.ReadDir(dir); err != nil || len(files) > 0 {
+			t.Errorf("written: %v, %v", files, err)
+		}
+	})
+}
+
+// A watchedWriter does something once a text was written.
+type watchedWriter struct {
+	bytes.Buffer
+	until string
+	then  func()
+}
+
+func (w *watchedWriter) Write(p []byte) (int, error) {
+	n, err := w.Buffer.Write(p)
+	if strings.Contains(w.String(), w.until) {
+		w.then()
+	}
+	return n, err
 }
 
 // An anonymized capture does what the real one does, and has nothing of it.
@@ -377,6 +525,55 @@ func TestReplayAnonymized(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A small capture that can be given away: one flow, anonymized. With --only the whole is played as it is, so that ids are those of a
+// run before.
+func TestReplayAnonymizesOneThing(t *testing.T) {
+	capture := filepath.Join(replaySamples, "mesh-http.pcap")
+	for _, tt := range []struct {
+		only    string
+		packets int
+		want    string
+	}{
+		{"1", 10, "10 packets; flows: 1 mesh;"},
+		{"10.244.1.10:40001", 10, "10 packets; flows: 1 passthrough;"},
+		{"shop/intruder", 0, "0 packets; flows: none;"},
+	} {
+		t.Run("T2/"+tt.only, func(t *testing.T) {
+			file := filepath.Join(t.TempDir(), "anonymous.pcapng")
+			if stdout, stderr, code := replayed(t, "--anonymize", file, "--only", tt.only, capture); code != exitOK || stdout+stderr != "" {
+				t.Fatalf("exit code %d; stdout %s, stderr %s", code, stdout, stderr)
+			}
+			if got, stderr, code := replayed(t, "--state", file+".state.json", file); code != exitOK || !strings.Contains(got, tt.want) {
+				t.Errorf("exit code %d, stdout\n%s\nwant %q; stderr %s", code, got, tt.want, stderr)
+			}
+			b, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, secret := range []string{"\x0a\xf4\x01\x0a", "HTTP", "hello"} {
+				if bytes.Contains(b, []byte(secret)) {
+					t.Errorf("the capture has %q", secret)
+				}
+			}
+		})
+	}
+	t.Run("T2/a disk that is full", func(t *testing.T) {
+		if _, err := os.Stat("/dev/full"); err != nil {
+			t.Skip("there is no /dev/full")
+		}
+		dir := t.TempDir()
+		if err := os.Symlink("/dev/full", filepath.Join(dir, "full")); err != nil {
+			t.Fatal(err)
+		}
+		if _, stderr, code := replayed(t, "--anonymize", filepath.Join(dir, "full"), "--only", "1", capture); code != exitFailure || !strings.Contains(stderr, "no space left") {
+			t.Errorf("exit code %d, stderr %s", code, stderr)
+		}
+		if files, err := os.ReadDir(dir); err != nil || len(files) != 1 {
+			t.Errorf("files %v, %v: want the link alone", files, err)
+		}
+	})
 }
 
 // The network of the node is anonymized with those of the state, and so are the settings that decide with it.
@@ -553,22 +750,115 @@ func TestReplayWritesReportsAndPackets(t *testing.T) {
 	})
 }
 
+// No output takes the place of an input, however either is named, or of another output; and one that fails leaves nothing behind.
 func TestReplayKeepsItsInputs(t *testing.T) {
-	sample, err := os.ReadFile(filepath.Join(replaySamples, "mesh-http.pcap"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	name := filepath.Join(t.TempDir(), "in.pcap")
-	for _, flag := range []string{"--write-pcap", "--anonymize", "--report"} {
-		if err := os.WriteFile(name, sample, 0o600); err != nil {
+	read := func(t *testing.T, name string) []byte {
+		t.Helper()
+		b, err := os.ReadFile(name)
+		if err != nil {
 			t.Fatal(err)
 		}
-		_, stderr, code := replayed(t, flag, name, name)
-		if code != exitUsage || !strings.Contains(stderr, "that is also an input") {
-			t.Errorf("%s: exit code %d, stderr %q, want a refusal", flag, code, stderr)
-		}
-		if now, err := os.ReadFile(name); err != nil || !bytes.Equal(now, sample) {
-			t.Errorf("%s: the capture has changed: %d bytes, %v", flag, len(now), err)
-		}
+		return b
+	}
+	sample, mesh := read(t, filepath.Join(replaySamples, "mesh-http.pcap")), read(t, filepath.Join(replaySamples, "mesh.yaml"))
+	for _, tt := range []struct {
+		name, args string
+		want       string // on stderr
+	}{
+		{"packets to the capture", "--write-pcap d/a.pcap d/a.pcap", "--write-pcap d/a.pcap: that is also an input, d/a.pcap"},
+		{"the report to the capture", "--report d/a.pcap d/a.pcap", "that is also an input"},
+		{"the anonymous capture to the capture", "--anonymize d/a.pcap d/a.pcap", "that is also an input"},
+		{"packets to a file of a directory", "--write-pcap d/a.pcap d/", "that is also an input"},
+		{"the report to a file of a directory", "--report d/a.pcap --dir d/", "that is also an input"},
+		{"the report to a file below a directory", "--report e/d/a.pcap --dir e --recursive", "that is also an input"},
+		{"a symbolic link to the capture", "--write-pcap link d/a.pcap", "that is also an input"},
+		{"the anonymous state to the state", "--state x.state.json --anonymize x d/a.pcap", "--anonymize (the state) x.state.json: that is also an input"},
+		{"the replies of the peer", "--peer file:replies --report replies d/a.pcap", "that is also an input"},
+		{"two outputs", "--write-pcap out --report out d/a.pcap", "--write-pcap out: --report writes that file as well"},
+		{"two outputs, by two names", "--write-pcap out --report d/../out d/a.pcap", "--write-pcap out: --report writes that file as well"},
+		{"standard output", "--write-pcap - d/a.pcap", "--write-pcap -: it cannot be standard output"},
+		{"a directory that is not there", "--report nowhere/out --write-pcap out d/a.pcap", "--report: open "},
+	} {
+		t.Run("T1/"+tt.name, func(t *testing.T) {
+			t.Chdir(t.TempDir())
+			if err := os.MkdirAll("e/d", 0o700); err != nil {
+				t.Fatal(err)
+			}
+			for name, to := range map[string]string{"d": "e/d", "link": "d/a.pcap"} {
+				if err := os.Symlink(to, name); err != nil {
+					t.Fatal(err)
+				}
+			}
+			was := map[string][]byte{"d/a.pcap": sample, "mesh.yaml": mesh, "x.state.json": mesh, "replies": []byte("replies")}
+			for name, b := range was {
+				if err := os.WriteFile(name, b, 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			var out, errs bytes.Buffer
+			code := run(t.Context(), append([]string{"replay", "--state", "mesh.yaml"}, strings.Fields(tt.args)...), nil, &out, &errs)
+			if code == exitOK || !strings.Contains(errs.String(), tt.want) {
+				t.Errorf("exit code %d, stderr %q, want %q in it", code, &errs, tt.want)
+			}
+			for name, b := range was {
+				if now := read(t, name); !bytes.Equal(now, b) {
+					t.Errorf("%s has changed: %d bytes", name, len(now))
+				}
+			}
+			for dir, want := range map[string]int{".": len(was) + 2, "d": 1} {
+				if files, err := os.ReadDir(dir); err != nil || len(files) != want {
+					t.Errorf("files %v, %v; want %d", files, err, want)
+				}
+			}
+		})
 	}
 }
+
+// A file is replaced at the end, once it is whole; what is no regular file is written to.
+func TestReplayReplacesFilesAtTheEnd(t *testing.T) {
+	capture := filepath.Join(replaySamples, "mesh-http.pcap")
+	t.Run("T1/a failure keeps what was there", func(t *testing.T) {
+		dir := t.TempDir()
+		name := filepath.Join(dir, "out.pcapng")
+		if err := os.WriteFile(name, []byte("of yesterday"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		var errs bytes.Buffer
+		args := []string{"replay", "--state", filepath.Join(replaySamples, "mesh.yaml"), "--write-pcap", name, capture}
+		if code := run(t.Context(), args, nil, fullWriter{}, &errs); code != exitFailure {
+			t.Errorf("exit code %d, stderr %s", code, &errs)
+		}
+		b, err := os.ReadFile(name)
+		if err != nil || string(b) != "of yesterday" {
+			t.Errorf("the file is %q, %v", b, err)
+		}
+		if files, err := os.ReadDir(dir); err != nil || len(files) != 1 {
+			t.Errorf("files %v, %v", files, err)
+		}
+	})
+	t.Run("T1/its permissions stay", func(t *testing.T) {
+		name := filepath.Join(t.TempDir(), "out.json")
+		if err := os.WriteFile(name, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if _, stderr, code := replayed(t, "--report", name, capture); code != exitOK {
+			t.Fatalf("exit code %d, stderr %s", code, stderr)
+		}
+		if info, err := os.Stat(name); err != nil || info.Mode() != 0o600 || info.Size() == 0 {
+			t.Errorf("%+v, %v", info, err)
+		}
+	})
+	t.Run("T1/a device", func(t *testing.T) {
+		if _, stderr, code := replayed(t, "--report", os.DevNull, "--write-pcap", os.DevNull, capture); code != exitOK {
+			t.Fatalf("exit code %d, stderr %s", code, stderr)
+		}
+		if info, err := os.Stat(os.DevNull); err != nil || info.Mode().IsRegular() {
+			t.Errorf("%s is %v, %v", os.DevNull, info.Mode(), err)
+		}
+	})
+}
+
+// A fullWriter takes nothing.
+type fullWriter struct{}
+
+func (fullWriter) Write([]byte) (int, error) { return 0, syscall.ENOSPC }

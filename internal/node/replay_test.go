@@ -290,6 +290,33 @@ func echoed(t *testing.T, capture []byte) map[uint16]string {
 	return got
 }
 
+// A packet with a time of the future, or a clock that was set back, does not stop the clock for the rest.
+func TestReplayOfAClockThatIsSet(t *testing.T) {
+	const who, other = "10.244.1.10:40000", "10.244.1.10:40001"
+	for name, ahead := range map[string]time.Duration{"two minutes": 2 * time.Minute, "an hour": time.Hour, "ten years": 10 * 365 * 24 * time.Hour} {
+		t.Run("T3/"+name, func(t *testing.T) {
+			c := newCraftedCapture(t, time.Second)
+			c.segment(other, "192.0.2.80:80", tcpSYN, 1000, 0, nil, 0)
+			c.at = c.at.Add(ahead)
+			c.segment("192.0.2.80:80", other, tcpSYN|tcpACK, 5000, 1001, nil, 0)
+			c.at = c.at.Add(-ahead - 2*time.Second)
+			c.segment(who, "192.0.2.80:80", tcpSYN, 1000, 0, nil, 0) // nobody answers
+			for range 200 {
+				c.segment(other, "192.0.2.80:80", tcpACK, 1001, 5001, nil, 0)
+			}
+			file := c.end()
+			f := replayFlows(t, replayState(t), file, nil)[who]
+			_, report := replayBytes(t, replayState(t), file, nil)
+			if f.Close != "no answer" || f.Start != "2026-03-01T12:00:00.000000000Z" || !strings.HasPrefix(f.End, "2026-03-01T12:0") {
+				t.Errorf("%s\nstart %s, end %s", f.Text(), f.Start, f.End)
+			}
+			if report.Packets.Backwards != 1 || !strings.Contains(report.Packets.Doubts(), "1 earlier than the one before") {
+				t.Errorf("%+v", report.Packets)
+			}
+		})
+	}
+}
+
 // Segments in any order, again, overlapping, and resets that are and are not at their place.
 func TestReplayOfTrouble(t *testing.T) {
 	b := replaySamplesOf(t)["trouble.pcap"]
@@ -676,6 +703,29 @@ func TestReplayOfHostnames(t *testing.T) {
 				t.Errorf("the flow is told as\n%s", f.Text())
 			}
 		})
+	}
+}
+
+// An address that ends like one that stands for a hostname is another one.
+func TestReplayNamesInText(t *testing.T) {
+	var n replayNames
+	for _, name := range []string{"db.example", "vm.example"} {
+		if _, err := n.Resolve(t.Context(), name); err != nil {
+			t.Fatal(err)
+		}
+	}
+	note := &flowNote{looked: []netip.Addr{netip.MustParseAddr("0.0.0.1"), netip.MustParseAddr("0.0.0.2")}}
+	for _, tt := range []struct{ text, want string }{
+		{"", ""},
+		{"0.0.0.1:5432", "db.example:5432"},
+		{"10.0.0.1:5432", "10.0.0.1:5432"},
+		{"1.0.0.0.1:5432", "1.0.0.0.1:5432"},
+		{"10.0.0.1:15008, 0.0.0.1:15008, 110.0.0.2:1, 0.0.0.2:1", "10.0.0.1:15008, db.example:15008, 110.0.0.2:1, vm.example:1"},
+		{"hbone: connect 0.0.0.2:15008: refused by 20.0.0.2:80", "hbone: connect vm.example:15008: refused by 20.0.0.2:80"},
+	} {
+		if got := n.told(note, tt.text); got != tt.want {
+			t.Errorf("told(%q) = %q, want %q", tt.text, got, tt.want)
+		}
 	}
 }
 

@@ -42,7 +42,25 @@ func (n *replayNames) Resolve(ctx context.Context, hostname string) ([]netip.Add
 // told is a text of a flow with hostnames in place of the addresses that stand for them.
 func (n *replayNames) told(note *flowNote, text string) string {
 	for _, a := range note.looked {
-		text = strings.ReplaceAll(text, a.String()+":", n.names[a]+":")
+		text = replaceAddr(text, a.String(), n.names[a])
 	}
 	return text
+}
+
+// replaceAddr puts a name in place of an address that has a port, but not of a longer address with the same end.
+func replaceAddr(text, addr, name string) string {
+	var b strings.Builder
+	for {
+		at := strings.Index(text, addr+":")
+		if at < 0 {
+			return b.String() + text
+		}
+		b.WriteString(text[:at])
+		if at > 0 && strings.IndexByte("0123456789.", text[at-1]) >= 0 {
+			b.WriteString(addr)
+		} else {
+			b.WriteString(name)
+		}
+		text = text[at+len(addr):]
+	}
 }

@@ -170,19 +170,21 @@ func (a *Anonymizer) Packet(b []byte, wire int) bool {
 	data := k.captured()
 	a.ends(k.b, k.v6)
 	switch {
-	case k.fragment && k.offset == 0 && len(data) >= udpLen:
-		clear(data[udpLen:]) // the beginning has the ports
-		if k.proto == protoUDP {
-			data[6], data[7] = 0, 0
-		}
+	case k.fragment && k.offset > 0:
+		clear(data) // it may be of anything
 	case k.proto == protoICMP || k.proto == protoICMPv6:
 		a.icmp(&k, data)
+	case k.fragment && (k.proto == protoTCP || k.proto == protoUDP):
+		clear(data[min(udpLen, len(data)):]) // ports, and of TCP the sequence number
 	case k.proto == protoUDP && (isDNS(k.src) || isDNS(k.dst)) && full:
 		a.message(data)
 	case k.proto == protoTCP && (isDNS(k.src) || isDNS(k.dst)) && full && len(data) > 2 && int(binary.BigEndian.Uint16(data)) == len(data)-2:
 		a.message(data[2:])
 	default:
 		clear(data)
+	}
+	if !k.fragment {
+		cleanOptions(k.options())
 	}
 	clear(b[len(k.b):]) // padding
 	if k.v6 {
@@ -194,10 +196,33 @@ func (a *Anonymizer) Packet(b []byte, wire int) bool {
 		clear(k.b[ipv4Len:max(ipv4Len, int(k.b[0]&15)*4)]) // options may have addresses; 0 ends the list
 		headerSum(k.b[:int(k.b[0]&15)*4])
 	}
-	if full {
-		a.sum(&k)
+	if k.offset == 0 {
+		fillSum(&k, full)
 	}
 	return true
+}
+
+// cleanOptions keeps the options of a TCP header that say how TCP works. Others may have anything: those of Multipath TCP have addresses (RFC
+// 8684, section 3.4.1).
+func cleanOptions(b []byte) {
+	for len(b) > 0 && b[0] != optEnd {
+		n := 1
+		if b[0] != optNop {
+			if len(b) < 2 || b[1] < 2 || int(b[1]) > len(b) {
+				break
+			}
+			n = int(b[1])
+		}
+		switch {
+		case b[0] == optNop, b[0] == optMSS && n == 4, b[0] == optScale && n == 3, b[0] == optSACKOK && n == 2, b[0] == optSACK && n%8 == 2, b[0] == optStamps && n == 10:
+		default:
+			for i := range n {
+				b[i] = optNop
+			}
+		}
+		b = b[n:]
+	}
+	clear(b)
 }
 
 // ends replaces the addresses of an IP header.
@@ -213,9 +238,16 @@ func (a *Anonymizer) ends(b []byte, v6 bool) {
 	}
 }
 
-// icmp keeps the header, and of what an error quotes headers and ports.
+// icmp keeps type and code, of an echo its numbers, and of what an error quotes headers and ports.
 func (a *Anonymizer) icmp(k *packet, data []byte) {
 	_, ok := quoted(k)
+	if len(data) > 0 {
+		switch kind := data[0]; {
+		case k.proto == protoICMP && (kind == 0 || kind == 8), k.proto == protoICMPv6 && (kind == 128 || kind == 129): // echo
+		default:
+			clear(data[min(4, len(data)):min(icmpLen, len(data))]) // that of a redirect is an address
+		}
+	}
 	if !ok {
 		clear(data[min(icmpLen, len(data)):])
 		return
@@ -233,8 +265,8 @@ func (a *Anonymizer) icmp(k *packet, data []byte) {
 	}
 }
 
-// sum fills in the checksum of what was captured in whole.
-func (a *Anonymizer) sum(k *packet) {
+// fillSum fills in the checksum of what was captured in whole. That of anything else would tell of what was replaced.
+func fillSum(k *packet, full bool) {
 	at := -1
 	sum := k.pseudo()
 	switch k.proto {
@@ -251,7 +283,9 @@ func (a *Anonymizer) sum(k *packet) {
 		return
 	}
 	k.b[at], k.b[at+1] = 0, 0
-	binary.BigEndian.PutUint16(k.b[at:], ^fold(sum16(k.b[k.transport:], sum)))
+	if full {
+		binary.BigEndian.PutUint16(k.b[at:], ^fold(sum16(k.b[k.transport:], sum)))
+	}
 }
 
 // message replaces names and addresses of a DNS message, in place; one that cannot be read becomes zeros.

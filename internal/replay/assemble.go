@@ -14,6 +14,7 @@ type assembler struct {
 	next    int64 // all before was delivered
 	pieces  []piece
 	held    int   // bytes of pieces
+	memory  int   // what they take
 	lost    int64 // bytes that were not in the capture, for which zeros stand
 	fin     int64 // number of the FIN, or noFIN
 	discard bool  // only what is there counts, not the bytes
@@ -29,7 +30,10 @@ const (
 	noFIN     = -1
 	maxHeld   = 1 << 20 // bytes, and
 	maxPieces = 256     // pieces that wait for one before them
-	maxLoss   = 1 << 20 // bytes of one hole that are made up
+
+	pieceBytes = 64 // of memory for a piece, beside its data: 48, and room in the list
+
+	maxLoss = 1 << 20 // bytes of one hole that are made up
 )
 
 // add takes the n bytes at from, of which data are the first that are known, and gives deliver what is in order now: bytes and, as nil
@@ -47,12 +51,14 @@ func (a *assembler) add(from int64, data []byte, n int, deliver func(data []byte
 			}
 			a.pieces = slices.Insert(a.pieces, at, p)
 			a.held += n
+			a.memory += pieceBytes + len(p.data)
 		}
 	}
 	for len(a.pieces) > 0 && a.pieces[0].from <= a.next {
 		p := a.pieces[0]
 		a.pieces = slices.Delete(a.pieces, 0, 1)
 		a.held -= p.n
+		a.memory -= pieceBytes + len(p.data)
 		a.take(p.from, p.data, p.n, deliver)
 	}
 }

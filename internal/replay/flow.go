@@ -57,7 +57,8 @@ type Flow struct {
 
 	list       *flowList
 	prev, next *Flow
-	last       int64 // time of the last packet
+	last       int64 // time of the last packet, by Player.clock
+	ended      int64 // when Player.Over was called, by the same
 
 	// The recorded connection. Numbers are from the first byte of data on.
 	isn       uint32 // of the SYN
@@ -77,6 +78,8 @@ type Flow struct {
 	refused   bool   // by RST or ICMP, or reset later: what Src sends then has no place
 	stackISN  uint32 // of the SYN-ACK
 	stackNext int64  // what it has sent
+	stackFIN  bool   // that it has ended it
+	timeWait  bool   // it has ended it before Src: its end stays for a while
 	stackAck  uint32 // what it has acknowledged, as a sequence number of Src
 	ackSent   int64  // what Src has acknowledged of it
 	stamps    bool   // both have agreed on timestamps
@@ -90,7 +93,10 @@ type Flow struct {
 	waiters []func()
 	peer    *peer
 	early   []byte  // what the recorded peer sent before there was a peer
-	held    *int    // Player.held
+	written int64   // what the peer has sent
+	left    bool    // there was no room: the rest of what the peer has to send is left out
+	held    *int    // Player.held; nil: the flow was told of
+	weight  int     // the part of it that is this flow's
 	stream  *stream // the recorded peer's answers to DNS questions; nil: of another flow
 }
 
@@ -136,6 +142,54 @@ const (
 // goesOn reports whether the capture may have more packets of a flow.
 func (f *Flow) goesOn() bool {
 	return f.Kind == Played && f.ends != endSent|endReceived && f.Sent.Packets+f.Received.Packets > 1
+}
+
+// room is how many bytes more all flows may hold. mu is held, as by the next.
+func (f *Flow) room() int {
+	if f.held == nil {
+		return 0
+	}
+	return maxHeldAll - *f.held
+}
+
+// weigh counts what is held of a flow: what waits for other packets or for the peer, what the peer has to send, and what it has sent
+// and the application has not acknowledged, which is in the netstack or on the way to it.
+func (f *Flow) weigh() {
+	if f.held == nil {
+		return
+	}
+	n := len(f.early) + f.up.memory + f.down.memory
+	if f.stream != nil {
+		n += f.stream.memory()
+	}
+	if f.peer != nil {
+		n += cap(f.peer.out)
+	}
+	if !f.refused {
+		n += int(max(0, f.written-f.ackSent))
+	}
+	*f.held += n - f.weight
+	f.weight = n
+}
+
+// unweigh counts nothing of it from now on.
+func (f *Flow) unweigh() {
+	if f.held != nil {
+		*f.held -= f.weight
+	}
+	f.held, f.weight = nil, 0
+}
+
+// refuse notes that the netstack's end is gone.
+func (f *Flow) refuse() {
+	f.refused = true
+	f.weigh()
+}
+
+// stays reports whether the netstack keeps its end as long as nothing comes.
+func (f *Flow) stays() bool {
+	over := f.stackFIN && f.ackSent == f.stackNext && f.up.ended()
+	return f.answered && !f.refused && !over
 }
 
 // A past is the connections that were told of and whose packets may go on, so that these are not taken for others. Above 2 × maxPast the

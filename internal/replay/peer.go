@@ -13,10 +13,10 @@ import (
 )
 
 const (
-	echoBytes    = 256 << 10 // that an echo keeps before it stops reading
-	maxToSend    = 16 << 20  // that a recorded peer may be ahead of the application
-	maxToSendAll = 64 << 20  // that all of them may be together: a packet may say that it was longer than what is captured of it
-	unreadBytes  = 64 << 10
+	echoBytes   = 256 << 10 // that an echo keeps before it stops reading
+	maxToSend   = 16 << 20  // that a peer may be ahead of the netstack
+	maxHeldAll  = 64 << 20  // that all flows may hold together: a packet may say that it was longer than what is captured of it
+	unreadBytes = 64 << 10
 )
 
 // A peer is the other end of a connection that the proxy has opened: a task that sends what it was given and reads what comes.
@@ -35,25 +35,18 @@ type peer struct {
 	finSent bool
 	eof     bool // the application has ended
 	gone    bool
-	held    int // of Player.held
-}
-
-// hold notes what the peer holds now. mu is held.
-func (e *peer) hold() {
-	e.p.held += cap(e.out) - e.held
-	e.held = cap(e.out)
 }
 
 // send gives the peer something to send. mu is held.
 func (e *peer) send(data []byte, zeros int) {
-	if e.gone {
+	if e.gone || e.f.left {
 		return
 	}
-	if len(e.out)-e.at > maxToSend || e.p.held+len(data)+zeros > maxToSendAll {
-		e.f.Warn("the application takes nothing: the rest was left out")
+	if len(e.out)-e.at > maxToSend || e.f.room() < len(data)+zeros {
+		e.f.leave("the application takes nothing: the rest was left out")
 		return
 	}
-	defer e.hold()
+	defer e.f.weigh()
 	if e.at > 0 {
 		e.out, e.at = append(e.out[:0], e.out[e.at:]...), 0
 	}
@@ -76,17 +69,16 @@ func (e *peer) start(r *loop.Ref) loop.Task {
 	e.ref = r
 	e.p.mu.Lock()
 	defer e.p.mu.Unlock()
-	e.f.peer = e
+	e.f.peer, e.f.written = e, e.f.ackSent
 	switch e.p.cfg.Peer {
 	case PeerRecorded:
-		e.out = append(e.out, e.f.early...)
-		e.f.dropEarly()
-		e.hold()
+		e.out, e.f.early = e.f.early, nil
+		e.f.weigh()
 		e.fin = e.f.down.ended()
 	case PeerEcho:
 		e.echo = true
 	case PeerFile:
-		e.out = append(e.out, e.p.cfg.Replies...)
+		e.send(e.p.cfg.Replies, 0)
 	}
 	if e.conn.Attach(r) != nil {
 		return nil
@@ -129,13 +121,13 @@ func (e *peer) Turn(int) bool {
 func (e *peer) close(how func() error) {
 	_ = how() // the other end is the proxy's
 	e.gone, e.out, e.at = true, nil, 0
-	e.hold()
+	e.f.weigh()
 	e.ref.Remove()
 }
 
 // read takes what the application has sent.
 func (e *peer) read() (n int, err error) {
-	if e.eof || e.echo && len(e.out)-e.at >= echoBytes {
+	if e.eof || e.echo && len(e.out)-e.at >= echoBytes && e.f.room() > maxHeldAll/2 { // with less room the rest is left out
 		return 0, e.conn.(loop.Checked).Check()
 	}
 	b := e.ref.Scratch()[:unreadBytes]
@@ -150,15 +142,13 @@ func (e *peer) read() (n int, err error) {
 	case err != nil:
 		return 0, err
 	case e.echo:
-		if e.at == len(e.out) {
-			e.out, e.at = e.out[:0], 0
-		}
-		e.out = append(e.out, b[:n]...)
+		e.send(b[:n], 0)
 	}
 	return n, nil
 }
 
 func (e *peer) write() error {
+	defer e.f.weigh()
 	for e.at < len(e.out) {
 		n, err := e.conn.TryWrite(e.out[e.at:])
 		if errors.Is(err, loop.ErrAgain) {
@@ -168,11 +158,11 @@ func (e *peer) write() error {
 			return err
 		}
 		e.at += n
+		e.f.written += int64(n)
 	}
 	if e.out, e.at = e.out[:0], 0; cap(e.out) > unreadBytes {
 		e.out = nil
 	}
-	e.hold()
 	if e.fin && !e.finSent {
 		e.finSent = true
 		return e.conn.CloseWrite()

@@ -306,6 +306,87 @@ func TestAnonymizedNotes(t *testing.T) {
 	}
 }
 
+// What may be anything does not stay: addresses beside those of the IP header, options, payload of whatever kind, and checksums of it.
+func TestAnonymizedPackets(t *testing.T) {
+	a, b := netip.MustParseAddrPort("10.0.0.1:1000"), netip.MustParseAddrPort("10.0.0.2:2000")
+	a6, b6 := netip.MustParseAddrPort("[fd00::1]:1000"), netip.MustParseAddrPort("[fd00::2]:2000")
+	const secret = "SECRETSECRETSECRET"
+	icmp := func(kind, code byte, rest string) []byte {
+		m := append([]byte{kind, code, 0, 0}, rest...)
+		binary.BigEndian.PutUint16(m[2:], ^fold(sum16(m, 0)))
+		return ipPacket(a.Addr(), b.Addr(), protoICMP, m)
+	}
+	icmp6 := func(kind byte, rest string) []byte {
+		m := append([]byte{kind, 0, 0, 0}, rest...)
+		binary.BigEndian.PutUint16(m[2:], transportSum(a6.Addr(), b6.Addr(), protoICMPv6, m))
+		return ipPacket(a6.Addr(), b6.Addr(), protoICMPv6, m)
+	}
+	tcp := func(options ...byte) []byte { return tcpPacket(a, b, 1, 2, flagACK, 3, options, nil) }
+	syn := []byte{optMSS, 4, 5, 0xb4, optSACKOK, 2, optStamps, 10, 0, 0, 0, 1, 0, 0, 0, 2, optNop, optScale, 3, 7}
+	sack := []byte{optNop, optNop, optSACK, 10, 0, 0, 0, 1, 0, 0, 0, 9}
+	addAddr := []byte{30, 8, 0x30, 1, 'S', 'E', 'C', 'R'}
+	quote := string(tcp()[:ipv4Len+8])
+	for _, tt := range []struct {
+		name string
+		ip   []byte
+		wire int
+		want []byte // from the transport header on, but for its checksum; nil: zeros
+	}{
+		{"an ICMP redirect", icmp(5, 1, "SECR"+quote), 0, append([]byte{5, 1}, make([]byte, 6+len(quote))...)},
+		{"an ICMPv6 redirect", icmp6(137, "SECR"+secret), 0, append([]byte{137, 0}, make([]byte, 6+len(secret))...)},
+		{"an unreachable destination, but for its quote", icmp(3, 4, "SECR"), 0, []byte{3, 4, 0, 0, 0, 0, 0, 0}},
+		{"the numbers of an echo stay", icmp(8, 0, "\x00\x07\x00\x01"+secret), 0, append([]byte{8, 0, 0, 0, 0, 7, 0, 1}, make([]byte, len(secret))...)},
+		{"the numbers of an echo over IPv6 stay", icmp6(129, "\x00\x07\x00\x01"+secret), 0, append([]byte{129, 0, 0, 0, 0, 7, 0, 1}, make([]byte, len(secret))...)},
+		{"the first fragment of a redirect", cut(icmp(5, 1, secret), 7, 16)[0], 0, append([]byte{5, 1}, make([]byte, 14)...)},
+		{"a later fragment of an echo", cut(icmp(8, 0, "\x00\x07\x00\x01"+secret), 7, 8)[1], 0, nil},
+		{"a later fragment of ICMPv6", cut(icmp6(128, "\x00\x07\x00\x01"+secret), 7, 8)[1], 0, nil},
+		{"the first fragment of what is neither TCP nor UDP", cut(ipPacket(a.Addr(), b.Addr(), 50, []byte(secret)), 7, 16)[0], 0, nil},
+		{"options of TCP that matter stay", tcp(syn...), 0, tcp(syn...)[ipv4Len:]},
+		{"selective acknowledgements stay", tcp(sack...), 0, tcp(sack...)[ipv4Len:]},
+		{"an address of Multipath TCP", tcp(addAddr...), 0, tcp(bytes.Repeat([]byte{optNop}, 8)...)[ipv4Len:]},
+		{"what is behind the end of options", tcp(optEnd, 'S', 'E', 'C', 'R', 'E', 'T', 'S'), 0, tcp(make([]byte, 8)...)[ipv4Len:]},
+		{"an option that is too long", tcp(30, 40, 'S', 'E', 'C', 'R', 'E', 'T'), 0, tcp(make([]byte, 8)...)[ipv4Len:]},
+		{"a window scale that is none", tcp(optScale, 8, 'S', 'E', 'C', 'R', 'E', 'T'), 0, tcp(bytes.Repeat([]byte{optNop}, 8)...)[ipv4Len:]},
+		{"a segment that is cut off", tcpPacket(a, b, 1, 2, flagACK, 3, nil, []byte(secret)), 100, append(tcp()[ipv4Len:], make([]byte, len(secret))...)},
+	} {
+		t.Run("T2/"+tt.name, func(t *testing.T) {
+			got := bytes.Clone(tt.ip)
+			wire := max(tt.wire, len(got))
+			if got[0]>>4 == 4 {
+				setLength(got, false, wire)
+			}
+			if !NewAnonymizer([]byte("k")).Packet(got, wire) {
+				t.Fatal("left out")
+			}
+			k := new(packet)
+			if why := k.parse(got, wire); why != "" {
+				t.Fatal(why)
+			}
+			body, want := k.b[k.transport:], tt.want
+			if want == nil {
+				want = make([]byte, len(body))
+			}
+			sum := 0
+			switch {
+			case k.offset > 0:
+			case k.proto == protoTCP:
+				sum = 16
+			case k.proto == protoICMP, k.proto == protoICMPv6:
+				sum = 2
+			}
+			if whole := !k.fragment && wire == len(got); sum > 0 && (body[sum] != 0 || body[sum+1] != 0) != whole {
+				t.Errorf("checksum % x", body[sum:sum+2])
+			}
+			if sum > 0 {
+				copy(body[sum:], want[sum:sum+2])
+			}
+			if diff := cmp.Diff(want, body); diff != "" {
+				t.Errorf("(-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
 // FuzzAnonymize replaces what is in any packet: it stays as long, can be read as before, and its checksum is right.
 func FuzzAnonymize(f *testing.F) {
 	for _, frames := range [][]frame{meshHTTP(), dns(), disorder(), ipv6(), refusedByPeer()} {
@@ -333,25 +414,50 @@ func FuzzAnonymize(f *testing.F) {
 	})
 }
 
-// A packet may say that it was longer than what was captured of it, and costs nothing: what is made up of all of them is bounded together.
-func TestWhatPeersHaveToSendIsBounded(t *testing.T) {
-	held := 0
-	var flows []*Flow
-	for range 200 {
-		f := &Flow{held: &held}
-		f.deliver([]byte("hello"), 16*maxEarly)
-		if len(f.early) > maxEarly {
-			t.Fatalf("one flow has %d bytes, want at most %d", len(f.early), maxEarly)
-		}
-		flows = append(flows, f)
-	}
-	if held != maxToSendAll {
-		t.Errorf("all have %d bytes, want %d", held, maxToSendAll)
-	}
-	for _, f := range flows {
-		f.dropEarly()
-	}
-	if held != 0 {
-		t.Errorf("at the end of all flows %d bytes are counted", held)
+// A packet may say that it was longer than what was captured of it, and costs nothing: what is held of all flows is bounded together,
+// whatever it waits for.
+func TestWhatIsHeldOfFlowsIsBounded(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		flow func() *Flow
+		add  func(f *Flow, i int)
+	}{
+		{"T3/for a peer", func() *Flow { return &Flow{} }, func(f *Flow, _ int) { f.deliver([]byte("hello"), maxEarly/4) }},
+		{"T3/for questions", func() *Flow { return &Flow{stream: new(stream)} }, func(f *Flow, _ int) { f.deliver([]byte("\xff\xff"), 0xffff) }},
+		{"T3/for the application", func() *Flow { return &Flow{} }, func(f *Flow, _ int) {
+			if f.room() > maxEarly/4 { // as peer.send has it
+				f.written += maxEarly / 4
+				f.weigh()
+			}
+		}},
+		{"T3/for a packet before", func() *Flow { return &Flow{} }, func(f *Flow, i int) {
+			if f.room() > 1400+pieceBytes { // as Player.fromPeer has it
+				f.down.add(int64(1+2000*i), make([]byte, 1400), 1400, f.deliver)
+				f.weigh()
+			}
+		}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			held := 0
+			var flows []*Flow
+			for range 1000 {
+				f := tt.flow()
+				f.held, f.down.fin, f.up.fin = &held, noFIN, noFIN
+				for i := range 64 {
+					tt.add(f, i)
+				}
+				flows = append(flows, f)
+			}
+			if held > maxHeldAll+maxHeldAll/8 || held < maxHeldAll/2 {
+				t.Errorf("all have %d bytes, want about %d", held, maxHeldAll)
+			}
+			for _, f := range flows {
+				f.unweigh()
+				f.weigh() // what still comes of it counts nothing
+			}
+			if held != 0 {
+				t.Errorf("at the end of all flows %d bytes are counted", held)
+			}
+		})
 	}
 }

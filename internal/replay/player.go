@@ -44,8 +44,10 @@ const (
 	DefaultMaxOpen = 16384 // 8 KiB each, most of it the netstack's (measured)
 
 	maxOver    = 8192            // flows that are over and may still get a packet
+	timeWait   = time.Second     // of package stack: how long its end of a connection stays that it has ended first
 	lingerTime = 2 * time.Minute // without a packet, after which a flow that is over is told of: twice the maximum segment lifetime of Linux
 	maxGap     = 24 * time.Hour  // between two packets; the clock does not go further at once
+	maxBack    = time.Minute     // what packets may be out of order; a larger step back is that of a clock that was set
 	maxSenders = 1 << 16         // whose checksums are counted, and questioners whose answers are kept
 )
 
@@ -105,7 +107,7 @@ type Player struct {
 	leftover []*Flow              // whose ports were used again
 	waiting  map[pair][]*exchange // DNS questions, by resolver and client
 	err      error                // of a writer
-	held     int                  // bytes that recorded peers have to send, or will have
+	held     int                  // bytes of what flows hold: their weights
 
 	counts Counts
 }
@@ -190,17 +192,20 @@ func (p *Player) failed() error {
 	return p.err
 }
 
-// advance sets the clock to the time of a packet. It never goes back: a packet that is earlier than the one before happens at the same
-// time, but the first of another capture begins a time of its own.
+// advance sets the clock to the time of a packet. Manual's never goes back: a packet that is a little earlier than the one before happens at
+// the same time, but one that is much earlier, or the first of another capture, begins a time of its own.
 func (p *Player) advance(t int64, first bool) {
 	if !p.begun {
 		p.begun = true
-		p.now, p.shift = t, t-p.m.Group().Now().UnixNano()
+		p.now, p.shift = t, t-p.clock()
 		return
 	}
 	d := time.Duration(t - p.now)
 	switch {
-	case first && (d < 0 || d > maxGap):
+	case first && (d < 0 || d > maxGap), d < -maxBack:
+		if !first {
+			p.counts.Backwards++
+		}
 		p.shift += int64(d)
 		p.now = t
 		return
@@ -219,7 +224,10 @@ func (p *Player) advance(t int64, first bool) {
 }
 
 // When is the capture's time of what happens now.
-func (p *Player) When() int64 { return p.m.Group().Now().UnixNano() + p.shift }
+func (p *Player) When() int64 { return p.clock() + p.shift }
+
+// clock is Manual's time, in nanoseconds since 1970. The capture's may go back.
+func (p *Player) clock() int64 { return p.m.Group().Now().UnixNano() }
 
 // maxNesting is how many encapsulations are looked into.
 const maxNesting = 4
@@ -307,7 +315,7 @@ func (p *Player) fragment(k *packet, depth int) {
 		p.inject(whole, b)
 		return
 	}
-	b, why := p.frags.add(k, p.now)
+	b, why := p.frags.add(k, p.clock())
 	switch {
 	case why != "":
 		p.skip(why)
@@ -392,7 +400,7 @@ func (p *Player) expire() {
 	for {
 		p.mu.Lock()
 		f := p.over.first
-		if f == nil || p.over.n <= maxOver && p.now-f.last < int64(lingerTime) {
+		if f == nil || p.over.n <= maxOver && p.clock()-f.last < int64(lingerTime) {
 			f = nil
 		} else {
 			p.forget(f)
@@ -401,7 +409,12 @@ func (p *Player) expire() {
 		if f == nil {
 			break
 		}
+		p.m.Settle() // the netstack has let go of it
 		p.done(f)
+		if f.timeWait && p.clock()-f.ended < int64(timeWait) {
+			p.m.Advance(timeWait) // the capture's clock goes on slowly, or not at all
+			p.shift -= int64(timeWait)
+		}
 	}
 	for {
 		p.mu.Lock()
@@ -419,12 +432,13 @@ func (p *Player) expire() {
 	}
 }
 
-// forget takes a flow out of the table. mu is held.
+// forget takes a flow out of the table, and what is left of it out of the netstack once that runs. mu is held.
 func (p *Player) forget(f *Flow) {
 	f.list.remove(f)
-	if f.held != nil {
-		f.dropEarly()
+	if f.stays() {
+		p.abandon(f)
 	}
+	f.unweigh()
 	key := pair{f.Src, f.Dst}
 	if p.flows[key] == f {
 		delete(p.flows, key)
@@ -445,10 +459,13 @@ func (p *Player) Find(src, dst netip.AddrPort) *Flow {
 func (p *Player) Over(f *Flow) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	f.End = p.When()
+	f.End, f.ended = p.When(), p.clock()
 	if f.list == &p.open {
 		p.open.remove(f)
 		p.over.push(f)
+	}
+	if p.held > maxHeldAll/2 && f.stays() && f.written > f.ackSent {
+		p.abandon(f) // others need the room
 	}
 }
 
@@ -492,6 +509,25 @@ func (p *Player) Open(packet uint64) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.untold[packet]
+}
+
+// Doubts says in one line what of the packets was played all the same, or "".
+func (c *Counts) Doubts() string {
+	var parts []string
+	for _, x := range []struct {
+		n    uint64
+		what string
+	}{
+		{c.CutOff, "not captured in whole"},
+		{c.Checksums, "with a wrong checksum"},
+		{c.Backwards, "earlier than the one before"},
+		{c.Gaps, "more than a day after it"},
+	} {
+		if x.n > 0 {
+			parts = append(parts, fmt.Sprintf("%d %s", x.n, x.what))
+		}
+	}
+	return strings.Join(parts, ", ")
 }
 
 // Unused says in one line what was not played, or "".

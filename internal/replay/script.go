@@ -2,11 +2,13 @@ package replay
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"net/netip"
+	"reflect"
 	"strings"
 	"time"
 
@@ -62,19 +64,54 @@ const (
 	maxScriptBytes = 60_000 // of one segment: it has to fit into a packet
 )
 
+type scriptFile struct {
+	Src, Dst, Peer string
+	Steps          []scriptStep
+}
+
+type scriptStep struct {
+	Send, Expect *Segment
+	Wait, Quiet  duration
+}
+
+// scriptError says what package yaml says without Go's types, and which keys there are.
+func scriptError(err error) error {
+	wrong, ok := errors.AsType[*yaml.TypeError](err)
+	if !ok {
+		return err
+	}
+	var texts []string
+	for _, text := range wrong.Errors {
+		if what, kind, ok := strings.Cut(text, " not found in type "); ok {
+			text = strings.Replace(what, "field", "unknown key", 1)
+			for _, t := range []reflect.Type{reflect.TypeFor[scriptFile](), reflect.TypeFor[scriptStep](), reflect.TypeFor[Segment]()} {
+				if t.String() == kind {
+					text += ": want " + strings.Join(keysOf(t), ", ")
+				}
+			}
+		} else if what, _, ok := strings.Cut(text, " into "); ok {
+			text = strings.Replace(what, "cannot unmarshal !!", "this does not fit: ", 1)
+		}
+		texts = append(texts, text)
+	}
+	return errors.New(strings.Join(texts, "; "))
+}
+
+// keysOf are the keys of a mapping.
+func keysOf(t reflect.Type) (keys []string) {
+	for f := range t.Fields() {
+		keys = append(keys, cmp.Or(f.Tag.Get("yaml"), strings.ToLower(f.Name)))
+	}
+	return keys
+}
+
 // ParseScript reads YAML: src, dst, peer and steps.
 func ParseScript(name string, data []byte) (*Script, error) {
-	var file struct {
-		Src, Dst, Peer string
-		Steps          []struct {
-			Send, Expect *Segment
-			Wait, Quiet  duration
-		}
-	}
+	var file scriptFile
 	dec := yaml.NewDecoder(bytes.NewReader(data))
 	dec.KnownFields(true)
 	if err := dec.Decode(&file); err != nil && !errors.Is(err, io.EOF) {
-		return nil, fmt.Errorf("%s: %w", name, err)
+		return nil, fmt.Errorf("%s: %w", name, scriptError(err))
 	}
 	s := new(Script)
 	var err error

@@ -14,7 +14,10 @@ func TestScriptsThatAreWrong(t *testing.T) {
 		{"families", "src: 10.0.0.1:1\ndst: \"[::2]:2\"\n", "of different families"},
 		{"peer", head + "peer: friend\n", `peer: "friend" is none of`},
 		{"no steps", head, "0 steps, want 1 to 10000"},
-		{"unknown key", head + "steps:\n- send: {flags: S}\n- sent: {flags: S}\n", "line 5: field sent not found"},
+		{"unknown key", head + "steps:\n- send: {flags: S}\n- sent: {flags: S}\n", "line 5: unknown key sent: want send, expect, wait, quiet"},
+		{"unknown key of a segment", head + "steps:\n- send: {flag: S}\n", "x.yaml: line 4: unknown key flag: want flags, seq, ack, data, bytes, window, mss, sack, scale, blocks, within"},
+		{"unknown key of a script", head + "step: []\n", "x.yaml: line 3: unknown key step: want src, dst, peer, steps"},
+		{"no number", head + "steps:\n- send: {flags: S, seq: first}\n", "x.yaml: line 4: this does not fit: str `first`"},
 		{"two things", head + "steps:\n- {wait: 1s, quiet: 1s}\n", "step 1: want one of"},
 		{"nothing", head + "steps:\n- {}\n", "step 1: want one of"},
 		{"flags", head + "steps:\n- send: {flags: SX}\n", `step 1: flags: "SX"`},
@@ -29,6 +32,8 @@ func TestScriptsThatAreWrong(t *testing.T) {
 		t.Run("T4/"+tt.name, func(t *testing.T) {
 			if _, err := ParseScript("x.yaml", []byte(tt.text)); err == nil || !strings.Contains(err.Error(), tt.want) {
 				t.Errorf("ParseScript(%q): %v, want %s", tt.text, err, tt.want)
+			} else if strings.Contains(err.Error(), "replay.") || strings.Contains(err.Error(), "struct") {
+				t.Errorf("%v names a type of Go", err)
 			}
 		})
 	}

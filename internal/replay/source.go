@@ -89,6 +89,9 @@ func list(dir string, recursive bool) (files []string, err error) {
 	return files, err
 }
 
+// Files are the captures that have not been begun, "-" for standard input.
+func (s *Source) Files() []string { return slices.Clone(s.files) }
+
 // Next reads a packet. It returns io.EOF after the last one.
 func (s *Source) Next(p *Packet) error {
 	for {
@@ -144,9 +147,52 @@ func uncompressed(r io.Reader) (io.Reader, error) {
 	}
 	z, err := gzip.NewReader(b)
 	if err != nil {
-		return nil, &DamageError{0, err.Error()}
+		return nil, &DamageError{0, cutOff(err).Error()}
 	}
-	return z, nil
+	return &members{b, z}, nil
+}
+
+// members reads the members of a gzip file, one after the other. Package gzip takes anything behind the last one for one more.
+type members struct {
+	b *bufio.Reader
+	z *gzip.Reader
+}
+
+var (
+	errCutOff = errors.New("the gzip file is cut off")
+	errBehind = errors.New("something follows the end of the gzip file: it was passed over")
+)
+
+// cutOff says of an end in the wrong place that it is one.
+func cutOff(err error) error {
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return errCutOff
+	}
+	return err
+}
+
+// Read implements io.Reader.
+func (m *members) Read(p []byte) (int, error) {
+	for {
+		m.z.Multistream(false)
+		n, err := m.z.Read(p)
+		switch {
+		case n > 0 || err == nil:
+			return n, nil
+		case !errors.Is(err, io.EOF):
+			return 0, cutOff(err)
+		}
+		magic, err := m.b.Peek(2)
+		switch {
+		case len(magic) == 0:
+			return 0, err
+		case len(magic) < 2 || magic[0] != 0x1f || magic[1] != 0x8b:
+			return 0, errBehind
+		}
+		if err := m.z.Reset(m.b); err != nil {
+			return 0, cutOff(err)
+		}
+	}
 }
 
 func (s *Source) problem(err error) { s.problems = append(s.problems, Problem{s.name, err.Error()}) }

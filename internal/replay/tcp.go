@@ -14,6 +14,7 @@ import (
 const (
 	optEnd    = 0
 	optNop    = 1
+	optMSS    = 2
 	optScale  = 3
 	optSACKOK = 4
 	optSACK   = 5
@@ -165,7 +166,7 @@ func (p *Player) abandon(f *Flow) {
 		seq = f.stackAck
 	}
 	p.inject(p.control(f, seq, flagRST))
-	f.refused = true
+	f.refuse()
 }
 
 // touch counts a packet of a flow.
@@ -180,7 +181,7 @@ func (p *Player) touch(f *Flow, k *packet, c *Count, side byte) {
 	if n := k.carried(); n > 0 {
 		c.Bytes += uint64(n)
 	}
-	f.last = p.now
+	f.last = p.clock()
 	if f.list == &p.over && f.Kind != Played {
 		f.End = p.now
 	}
@@ -266,7 +267,11 @@ func (p *Player) playSegment(f *Flow, k *packet) {
 	if len(data) < n {
 		f.Warn("not all of its packets was captured: zeros stand for the rest")
 	}
-	f.up.add(from, nil, n, func([]byte, int) {})
+	if from > f.up.next && f.room() < pieceBytes {
+		f.Warn(noRoom)
+	} else {
+		f.up.add(from, nil, n, func([]byte, int) {})
+	}
 	if k.flags&flagFIN != 0 {
 		f.up.fin = from + int64(n)
 	}
@@ -371,6 +376,7 @@ func (p *Player) segment(f *Flow, seq uint32, flags byte, sack [][2]uint32, data
 	ack := uint32(0)
 	if flags&flagACK != 0 && f.answered {
 		f.ackSent = f.acknowledges()
+		f.weigh()
 		ack = f.stackISN + 1 + uint32(f.ackSent)
 	}
 	binary.BigEndian.PutUint32(t[8:], ack)
@@ -485,7 +491,12 @@ func (p *Player) fromPeer(f *Flow, k *packet) {
 		if k.flags&flagFIN != 0 {
 			f.down.fin = from + int64(n)
 		}
-		f.down.add(from, k.captured(), n, f.deliver)
+		if from > f.down.next && f.room() < len(k.captured())+pieceBytes {
+			f.Warn(noRoom)
+		} else {
+			f.down.add(from, k.captured(), n, f.deliver)
+			f.weigh()
+		}
 		if f.down.ended() && f.peer != nil {
 			f.peer.end(false)
 		}
@@ -515,25 +526,29 @@ func (p *Player) fillLost(f *Flow, to int64) {
 
 // deliver gives the other end what the recorded peer sent.
 func (f *Flow) deliver(data []byte, zeros int) {
-	switch {
+	switch n := len(data) + zeros; {
+	case f.left:
+	case f.peer != nil && f.stream == nil:
+		f.peer.send(data, zeros)
+		return
+	case f.room() < n, f.stream == nil && len(f.early)+n > maxEarly:
+		f.leave(noRoom)
 	case f.stream != nil:
 		f.stream.add(data, zeros)
-	case f.peer != nil:
-		f.peer.send(data, zeros)
 	default:
-		before := len(f.early)
-		room := max(0, min(maxEarly-before, maxToSendAll-*f.held))
-		f.early = append(f.early, data[:min(len(data), room)]...)
-		f.early = appendZeros(f.early, min(zeros, room-(len(f.early)-before)))
-		*f.held += len(f.early) - before
+		f.early = appendZeros(append(f.early, data...), zeros)
 	}
+	f.weigh()
 }
 
-// dropEarly lets go of what the recorded peer sent before there was a peer.
-func (f *Flow) dropEarly() {
-	*f.held -= len(f.early)
-	f.early = nil
+// leave leaves out the rest of what the peer has to send.
+func (f *Flow) leave(why string) {
+	f.left = true
+	f.Warn(why)
 }
+
+// noRoom is the warning of a flow whose data found no room.
+const noRoom = "there was no room for all of it: not everything was played"
 
 // maxEarly is what a peer may send before the proxy has connected to it, in bytes.
 const maxEarly = 1 << 20
@@ -570,7 +585,7 @@ func (p *Player) written(b []byte) {
 	case protoICMP, protoICMPv6:
 		if q, ok := quoted(&k); ok && q.proto == protoTCP {
 			if f := p.flows[pair{q.src, q.dst}]; f != nil {
-				f.refused = true
+				f.refuse()
 				if f.script {
 					f.seeScripted(&k)
 				}
@@ -582,7 +597,7 @@ func (p *Player) written(b []byte) {
 // fromStack follows what the netstack sends to the source, and lets that acknowledge what the recorded one has acknowledged.
 func (p *Player) fromStack(f *Flow, k *packet) {
 	if k.flags&flagRST != 0 {
-		f.refused = true
+		f.refuse()
 		return
 	}
 	if k.flags&flagACK != 0 {
@@ -615,6 +630,8 @@ func (p *Player) fromStack(f *Flow, k *packet) {
 	end := relative(k.seq, f.stackISN+1, f.stackNext) + int64(k.carried())
 	if k.flags&flagFIN != 0 {
 		end++
+		f.timeWait = f.timeWait || !f.stackFIN && !f.up.ended()
+		f.stackFIN = true
 	}
 	f.stackNext = max(f.stackNext, end)
 	if !f.refused && (f.auto && k.carried() > 0 || f.acknowledges() > f.ackSent) {

@@ -130,6 +130,15 @@ func (s *stream) add(data []byte, zeros int) {
 	}
 }
 
+// memory is what it takes.
+func (s *stream) memory() int {
+	n := cap(s.buf)
+	for _, msg := range s.messages {
+		n += cap(msg)
+	}
+	return n
+}
+
 func (s *stream) wait(e *exchange) {
 	for i, msg := range s.messages {
 		if e.take(msg) {
