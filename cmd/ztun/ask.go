@@ -19,6 +19,9 @@ const maxDump = 2 << 30
 // askTime is how long an answer of a running ztun may take.
 const askTime = 30 * time.Second
 
+// isItThere follows an error of asking.
+const isItThere = "is a ztun running there? --admin says where one is"
+
 // checkAdmin says what is wrong with the value of --admin.
 func checkAdmin(addr string) error {
 	_, port, err := net.SplitHostPort(addr)
@@ -40,17 +43,26 @@ func fetch(ctx context.Context, addr, path string) ([]byte, error) {
 	return data, err
 }
 
-func get(ctx context.Context, addr, path string) (status int, data []byte, err error) {
-	ctx, cancel := context.WithTimeout(ctx, askTime)
-	defer cancel()
+// open asks a running ztun for what it has at a path. The caller closes the body.
+func open(ctx context.Context, addr, path string) (*http.Response, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+path, nil)
 	if err != nil {
-		return 0, nil, unanswered(addr, err)
+		return nil, unanswered(addr, err)
 	}
 	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}} // past proxies of the environment
 	resp, err := client.Do(req)
 	if err != nil {
-		return 0, nil, unanswered(addr, err)
+		return nil, unanswered(addr, err)
+	}
+	return resp, nil
+}
+
+func get(ctx context.Context, addr, path string) (status int, data []byte, err error) {
+	ctx, cancel := context.WithTimeout(ctx, askTime)
+	defer cancel()
+	resp, err := open(ctx, addr, path)
+	if err != nil {
+		return 0, nil, err
 	}
 	defer resp.Body.Close()
 	data, err = io.ReadAll(io.LimitReader(resp.Body, maxDump+1))

@@ -55,7 +55,11 @@ over or it is interrupted, and the last files are kept. Packets that the reader 
 	fs.DurationVar(&f.every, "every", 0, "with --files: begin another file also after this time; 0: by --bytes alone")
 	fs.Uint64Var(&f.packets, "packets", 0, "number of packets at which it ends; 0: none")
 	fs.UintVar(&f.snaplen, "snaplen", 0, "bytes of each packet; 0: all")
+	offer(cmd, "point", "pod", "tunnel", "pod,tunnel")
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		if err := checkAdmin(f.admin); err != nil {
+			return usagef("ztun capture: %w", err)
+		}
 		if f.file == "" {
 			return usagef("ztun capture: want --write FILE, or - for standard output")
 		}
@@ -94,14 +98,9 @@ func (f *captureFlags) run(ctx context.Context, stdout, stderr io.Writer) (err e
 	if f.snaplen > 0 {
 		q.Set("snaplen", strconv.FormatUint(uint64(f.snaplen), 10))
 	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+f.admin+"/debug/capture?"+q.Encode(), nil)
+	resp, err := open(ctx, f.admin, "/debug/capture?"+q.Encode())
 	if err != nil {
-		return usagef("ztun capture: --admin: %w", err)
-	}
-	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}} // past proxies of the environment
-	resp, err := client.Do(req)
-	if err != nil {
-		return fmt.Errorf("ztun capture: %w; is a ztun running here? --admin says where", err)
+		return fmt.Errorf("ztun capture: %w; %s", err, isItThere)
 	}
 	defer resp.Body.Close()
 	switch resp.StatusCode {

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"slices"
 	"strings"
 	"text/tabwriter"
@@ -57,6 +58,8 @@ has its parts: classify, policy, resolve, connect, tls and response.`,
 	fs.StringVar(&f.state, "state", "", "only those in a state: "+strings.Join(connStates, ", "))
 	fs.DurationVar(&f.idleOver, "idle-over", 0, "only those without a byte for longer than this, such as 10m")
 	fs.StringVar(&f.sort, "sort", "id", "order: id, or the largest first of age, idle, bytes or setup")
+	offer(cmd, "state", connStates...)
+	offer(cmd, "sort", slices.Sorted(maps.Keys(connOrders))...)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		if err := f.check(); err != nil {
 			return err
@@ -64,6 +67,9 @@ has its parts: classify, policy, resolve, connect, tls and response.`,
 		var list []admin.Connection
 		if err := f.ask(cmd.Context(), "/debug/conns", &list); err != nil {
 			return fmt.Errorf("ztun conns: %w", err)
+		}
+		if err := f.checkPod(cmd.Context(), list); err != nil {
+			return err
 		}
 		list = f.choose(list)
 		if *o == outputJSON {
@@ -74,11 +80,30 @@ has its parts: classify, policy, resolve, connect, tls and response.`,
 	return cmd
 }
 
+// checkPod reports a pod that has no connection because there is no such pod.
+func (f *connsFlags) checkPod(ctx context.Context, list []admin.Connection) error {
+	if f.pod == "" || slices.ContainsFunc(list, func(c admin.Connection) bool { return c.Pod == f.pod }) {
+		return nil
+	}
+	var pods map[string]struct {
+		Info struct{ Name, Namespace string }
+	}
+	if err := f.ask(ctx, "/debug/pods", &pods); err != nil {
+		return fmt.Errorf("ztun conns: %w", err)
+	}
+	for _, p := range pods {
+		if p.Info.Namespace+"/"+p.Info.Name == f.pod {
+			return nil
+		}
+	}
+	return usagef("ztun conns: --pod %s: this node serves no such pod", f.pod)
+}
+
 // ask reads what the running ztun has at a path.
 func (f *connsFlags) ask(ctx context.Context, path string, v any) error {
 	data, err := fetch(ctx, f.admin, path)
 	if err != nil {
-		return fmt.Errorf("%w; is a ztun running there? --admin says where one is", err)
+		return fmt.Errorf("%w; %s", err, isItThere)
 	}
 	if json.Unmarshal(data, v) != nil {
 		return noZtun(f.admin, path)

@@ -23,7 +23,12 @@ var connsSample = []admin.Connection{
 func askConns(t *testing.T, args ...string) (code int, out, errs string) {
 	t.Helper()
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path != "/debug/conns" || json.NewEncoder(w).Encode(connsSample) != nil {
+		switch r.URL.Path {
+		case "/debug/conns":
+			_ = json.NewEncoder(w).Encode(connsSample)
+		case "/debug/pods": // without the one of a connection that outlives its pod
+			_, _ = io.WriteString(w, `{"1": {"state": "Up", "info": {"name": "cart", "namespace": "shop"}}, "2": {"state": "Up", "info": {"name": "idle", "namespace": "shop"}}}`)
+		default:
 			w.WriteHeader(http.StatusNotFound)
 		}
 	}))
@@ -52,6 +57,9 @@ func TestConnsAreChosenAndSorted(t *testing.T) {
 	}{
 		{"", []uint64{1, 2, 3}},
 		{"--pod shop/cart", []uint64{1, 3}},
+		{"--pod shop/cart --state draining", nil},
+		{"--pod shop/idle", nil},
+		{"--pod shop/web", []uint64{2}},
 		{"--state half-closed", []uint64{2, 3}},
 		{"--state half-closed-remote", []uint64{3}},
 		{"--state draining", nil},
@@ -88,6 +96,8 @@ func TestConnsRefuses(t *testing.T) {
 		"--state half-open": `ztun conns: --state: "half-open" is none of connecting, open`,
 		"--sort name":       `ztun conns: --sort: "name" is none of`,
 		"--idle-over -1s":   `ztun conns: --idle-over: -1s is negative`,
+		"--pod shop/nope":   `ztun conns: --pod shop/nope: this node serves no such pod`,
+		"--pod cart":        `ztun conns: --pod cart: this node serves no such pod`,
 		"now":               `ztun conns: unexpected argument "now"`,
 	} {
 		if code, out, errs := askConns(t, strings.Fields(args)...); code != exitUsage || out != "" || !strings.HasPrefix(errs, want) {

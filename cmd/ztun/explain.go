@@ -115,7 +115,7 @@ func (f *explainFlags) askRunning(ctx context.Context) (r explain.Report, answer
 }
 
 func notRunning(err error) error {
-	return fmt.Errorf("ztun explain: %w; is a ztun running there? --admin says where one is, --state takes a file instead", err)
+	return fmt.Errorf("ztun explain: %w; %s, --state takes a file instead", err, isItThere)
 }
 
 func printReport(r *explain.Report, err error, o output, w io.Writer) error {

@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"regexp"
+	"runtime/debug"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -97,6 +98,12 @@ Without a command it does what "ztun proxy" does.`
 		newDemoProgram("demo-server", "The server in a pod of the demonstration", demo.ServerMain),
 		newDemoProgram("demo-client", "The client in a pod of the demonstration", demo.ClientMain))
 	root.SetHelpCommand(newHelp())
+	info, _ := debug.ReadBuildInfo()
+	root.Version = readBuild(info).text()
+	root.SetVersionTemplate("{{.Version}}\n")
+	root.InitDefaultCompletionCmd()
+	completion, _, _ := root.Find([]string{"completion"})
+	amendCompletion(completion)
 	return root
 }
 
@@ -145,6 +152,24 @@ func noArgs(cmd *cobra.Command, args []string) error {
 		return usagef("%s: unexpected argument %q", cmd.CommandPath(), args[0])
 	}
 	return nil
+}
+
+// amendCompletion has cobra's command refuse what it does not know, and gives it examples.
+func amendCompletion(cmd *cobra.Command) {
+	var shells []string
+	for _, c := range cmd.Commands() {
+		shells = append(shells, c.Name())
+		c.Args = noArgs
+		c.Example = "  ztun completion " + c.Name()
+	}
+	cmd.Example = "  source <(ztun completion bash)"
+	cmd.Args = func(cmd *cobra.Command, args []string) error {
+		if len(args) == 0 {
+			return nil
+		}
+		return usagef("%s: %q is none of %s%s", cmd.CommandPath(), args[0], strings.Join(shells, ", "), config.Suggestion(args[0], shells))
+	}
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
 }
 
 // newHelp is cobra's command, but a name that it does not know is an error.

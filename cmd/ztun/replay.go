@@ -73,6 +73,8 @@ same.`,
 	fs.StringVar(&f.anonymize, "anonymize", "", "tell nothing; write the packets, or what --only chooses of them, to `FILE` (pcapng) with other addresses and names and without payload, and the state in the same way to FILE.state.json")
 	fs.StringVar(&f.seed, "seed", "", "what --anonymize depends on: the same `TEXT`, to be kept secret, gives the same addresses and names; the default is random")
 	fs.StringVar(&f.report, "report", "", "write `FILE` (JSON): counts of packets and records, and what could not be used")
+	offer(cmd, "peer", "recorded", "none", "accept", "echo", "file:")
+	offer(cmd, "checksum", "auto", "off", "strict")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		f.netSet = fs.Changed("network")
 		if f.script == "" { // of which an interrupt leaves nothing to end in order
@@ -445,7 +447,7 @@ func (f *replayFlags) config(stdin io.Reader, args []string) (*node.ReplayConfig
 	for _, s := range f.local {
 		a, err := netip.ParseAddr(s)
 		if err != nil {
-			return nil, fmt.Errorf("--local: %w", err)
+			return nil, fmt.Errorf("--local %s: want an address, such as 10.10.1.2", s)
 		}
 		cfg.Local = append(cfg.Local, a.Unmap().WithZone(""))
 	}

@@ -237,7 +237,7 @@ func TestReplayIsToldWhatIsWrong(t *testing.T) {
 		{"speed", []string{"--speed", "0x", capture}, "--speed 0x: want a factor"},
 		{"a speed that is no number", []string{"--speed", "NaN", capture}, "--speed NaN: want a factor"},
 		{"an endless speed", []string{"--speed", "Inf", capture}, "--speed Inf: want a factor"},
-		{"local", []string{"--local", "client", capture}, "--local: ParseAddr"},
+		{"local", []string{"--local", "client", capture}, "--local client: want an address"},
 		{"only", []string{"--only", "nobody", capture}, "--only nobody: neither an id"},
 		{"expect", []string{"--expect", "nowhere", capture}, "--expect: open nowhere"},
 		{"both", []string{"--expect", capture, "--compare", capture, capture}, "do not go together"},

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"strings"
+
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
@@ -22,8 +24,15 @@ func addSettings(cmd *cobra.Command, env []string) (load func() (*config.Config,
 			meaning += "; " + notUsed
 		}
 		cmd.Flags().Var(&settingValue{text: s.Default, kind: s.Type}, s.Flag, meaning)
-		if s.Type == "bool" {
+		switch {
+		case s.Type == "bool":
 			cmd.Flags().Lookup(s.Flag).NoOptDefVal = "true"
+			offer(cmd, s.Flag, "true", "false")
+		case s.Type == "string", s.Type == "roots": // may be files
+		case strings.Contains(s.Type, "|"):
+			offer(cmd, s.Flag, strings.Split(s.Type, "|")...)
+		default:
+			offer(cmd, s.Flag)
 		}
 	}
 	return func() (*config.Config, error) {

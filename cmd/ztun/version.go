@@ -62,10 +62,14 @@ func (b build) print(w io.Writer, o output) error {
 		e.SetIndent("", "  ")
 		return e.Encode(b)
 	}
+	_, err := fmt.Fprintln(w, b.text())
+	return err
+}
+
+func (b build) text() string {
 	modified := ""
 	if b.Modified {
 		modified = ", modified"
 	}
-	_, err := fmt.Fprintf(w, "ztun %s (revision %s%s, %s, %s)\n", b.Version, b.Revision, modified, b.Go, b.Platform)
-	return err
+	return fmt.Sprintf("ztun %s (revision %s%s, %s, %s)", b.Version, b.Revision, modified, b.Go, b.Platform)
 }
