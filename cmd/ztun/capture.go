@@ -37,7 +37,7 @@ func newCapture() *cobra.Command {
 (tunnel), each an interface of its own. Comments name the flow, as the access log numbers it, and the identities of both sides. What is
 captured of pods can be played again by ztun replay.
 
-It ends by itself after a time or a size, and when whoever reads it goes away. With --files it is a ring: it goes on until its time is
+It ends by itself after a time or a size, says so if that was the size, and ends when whoever reads it goes away. With --files it is a ring: it goes on until its time is
 over or it is interrupted, and the last files are kept. Packets that the reader is too slow for are dropped and counted.`,
 		Example: `  ztun capture --pod shop/cart-0 -w cart.pcapng
   ztun capture --pod shop/cart-0 --point pod,tunnel -w - | wireshark -k -i -
@@ -142,8 +142,38 @@ func (f *captureFlags) run(ctx context.Context, stdout, stderr io.Writer) (err e
 		}
 		return fmt.Errorf("ztun capture: the running ztun went away after %d bytes: what it had sent is in %s", n, where)
 	}
-	_, _ = fmt.Fprintf(stderr, "ztun: %s packets captured, %s dropped\n", packets, dropped) // as above
+	_, _ = fmt.Fprintf(stderr, "ztun: %s packets captured, %s dropped%s\n", packets, dropped, f.early(resp.Trailer)) // as above
 	return nil
+}
+
+// early says of a capture that a limit has ended before its time which one that was, and when.
+func (f *captureFlags) early(trailer http.Header) string {
+	limit := ""
+	switch trailer.Get("X-Ztun-Limit") {
+	case "bytes":
+		if limit = sizeText(f.bytes) + " (--bytes)"; f.files > 0 {
+			limit = sizeText(captureMaxBytes) + ", the most that a ztun sends,"
+		}
+	case "packets":
+		limit = fmt.Sprintf("%d packets (--packets)", f.packets)
+	default:
+		return ""
+	}
+	after := ""
+	if took, err := strconv.ParseFloat(trailer.Get("X-Ztun-Seconds"), 64); err == nil {
+		after = fmt.Sprintf(" after %s s", strconv.FormatFloat(took, 'f', 1, 64))
+	}
+	return fmt.Sprintf("; ended early: %s reached%s of %g s", limit, after, f.duration.Seconds())
+}
+
+// sizeText is a number of bytes, in the largest unit of which it is a multiple.
+func sizeText(n uint64) string {
+	for i, unit := range []string{"TiB", "GiB", "MiB", "KiB"} {
+		if shift := 10 * (4 - i); n > 0 && n%(1<<shift) == 0 {
+			return fmt.Sprintf("%d %s", n>>shift, unit)
+		}
+	}
+	return fmt.Sprintf("%d bytes", n)
 }
 
 // captureType is the media type of captures.

@@ -110,3 +110,38 @@ func TestCaptureThatIsNotWhole(t *testing.T) {
 		}
 	}
 }
+
+// A capture that a limit ends before its time says which one, and when.
+func TestCaptureThatEndsEarly(t *testing.T) {
+	for _, tt := range []struct {
+		name, limit, seconds string
+		args                 []string
+		want                 string
+	}{
+		{"by its time", "", "", nil, ""},
+		{"by its size", "bytes", "0.271", []string{"--duration", "3s"}, "; ended early: 64 MiB (--bytes) reached after 0.3 s of 3 s"},
+		{"by another size", "bytes", "12.04", []string{"--bytes", "1000000"}, "; ended early: 1000000 bytes (--bytes) reached after 12.0 s of 60 s"},
+		{"by the number of packets", "packets", "0.01", []string{"--packets", "7"}, "; ended early: 7 packets (--packets) reached after 0.0 s of 60 s"},
+		{"a ring", "bytes", "70000", []string{"--files", "2", "--duration", "24h"}, "; ended early: 1 TiB, the most that a ztun sends, reached after 70000.0 s of 86400 s"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				w.Header().Set("Content-Type", captureType)
+				w.Header().Set("Trailer", "X-Ztun-Captured, X-Ztun-Dropped, X-Ztun-Limit, X-Ztun-Seconds")
+				replay.NewWriter(w, "test", 0, "pod")
+				for key, value := range map[string]string{"X-Ztun-Captured": "1774", "X-Ztun-Dropped": "0", "X-Ztun-Limit": tt.limit, "X-Ztun-Seconds": tt.seconds} {
+					if value != "" {
+						w.Header().Set(key, value)
+					}
+				}
+			}))
+			defer server.Close()
+			var out, errs bytes.Buffer
+			args := append([]string{"capture", "--admin", server.Listener.Addr().String(), "-w", filepath.Join(t.TempDir(), "x.pcapng")}, tt.args...)
+			code := run(t.Context(), args, nil, &out, &errs)
+			if want := "ztun: 1774 packets captured, 0 dropped" + tt.want + "\n"; code != exitOK || errs.String() != want {
+				t.Errorf("exit code %d, stderr %q, want %q", code, &errs, want)
+			}
+		})
+	}
+}

@@ -41,10 +41,12 @@ type captureRequest struct {
 	snap     int
 }
 
-// Trailers of the answer, by which a client tells a capture that is whole.
+// Trailers of the answer, by which a client tells a capture that is whole, and one that has ended before its time.
 const (
 	trailerCaptured = "X-Ztun-Captured"
 	trailerDropped  = "X-Ztun-Dropped"
+	trailerLimit    = "X-Ztun-Limit"   // bytes or packets, if it was that limit that was reached
+	trailerSeconds  = "X-Ztun-Seconds" // from the beginning to the last packet, with a limit
 )
 
 // serveCapture streams packets as pcapng until the client goes away or a limit is reached. While nobody asks for it, it costs
@@ -59,19 +61,29 @@ func (n *Node) serveCapture(w http.ResponseWriter, r *http.Request) {
 	n.captures.add(c)
 	defer n.captures.remove(c)
 	defer c.detach()
+	c.began = time.Now()
 	if err := c.attach(); err != nil {
 		http.Error(w, err.Error(), http.StatusConflict)
 		return
 	}
 	w.Header().Set("Content-Type", "application/vnd.tcpdump.pcap")
-	w.Header().Set("Trailer", trailerCaptured+", "+trailerDropped)
+	w.Header().Set("Trailer", strings.Join([]string{trailerCaptured, trailerDropped, trailerLimit, trailerSeconds}, ", "))
 	ctx, cancel := context.WithTimeout(r.Context(), req.duration)
 	defer cancel()
 	if err := c.run(ctx, w); err != nil {
 		return // the client has gone
 	}
-	w.Header().Set(trailerCaptured, strconv.FormatInt(c.written, 10))
-	w.Header().Set(trailerDropped, strconv.FormatUint(c.dropped.Load(), 10))
+	c.trailers(w.Header())
+}
+
+// trailers says how many packets there were, and which limit ended the capture.
+func (c *capture) trailers(h http.Header) {
+	h.Set(trailerCaptured, strconv.FormatInt(c.written, 10))
+	h.Set(trailerDropped, strconv.FormatUint(c.dropped.Load(), 10))
+	if c.limit != "" {
+		h.Set(trailerLimit, c.limit)
+		h.Set(trailerSeconds, strconv.FormatFloat(c.last.Sub(c.began).Seconds(), 'f', 3, 64))
+	}
 }
 
 func (n *Node) captureRequest(q url.Values) (req captureRequest, err error) {
@@ -147,9 +159,13 @@ type capture struct {
 	sniffers []interface{ Close() error }
 	sniffing sync.WaitGroup
 
+	began time.Time
+
 	// Of run.
-	written int64 // packets
-	size    int64 // bytes
+	written int64     // packets
+	size    int64     // bytes
+	last    time.Time // of the last packet
+	limit   string    // that was reached: bytes or packets
 
 	mu    sync.Mutex                            // guards below
 	known map[[2]netip.AddrPort]*telemetry.Conn // by what the pod's side shows of it, and by its tunnel
@@ -332,12 +348,19 @@ func (c *capture) run(ctx context.Context, w http.ResponseWriter) error {
 			return err
 		}
 		c.written++
+		c.last = p.at
 		counts[p.iface]++
 		if len(c.queue) == 0 {
 			if err := flush.Flush(); err != nil {
 				return err
 			}
 		}
+	}
+	switch {
+	case c.size >= c.req.bytes:
+		c.limit = "bytes"
+	case c.written >= c.req.packets:
+		c.limit = "packets"
 	}
 	return c.end(out, flush, counts)
 }

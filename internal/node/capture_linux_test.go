@@ -337,6 +337,9 @@ func TestNetnsCaptureEnds(t *testing.T) {
 		if n := packetsOf(t, c.got.String(), "pod"); n != 5 {
 			t.Errorf("%d packets in the file, want 5", n)
 		}
+		if got := c.resp.Trailer.Get(trailerLimit); got != "packets" {
+			t.Errorf("ended by %q, want packets", got)
+		}
 	})
 	t.Run("after a size", func(t *testing.T) {
 		c := b.startCapture(0, "bytes=1024&snaplen=100")
@@ -349,11 +352,14 @@ func TestNetnsCaptureEnds(t *testing.T) {
 		if n := len(c.got.String()); n < 1024 || n > 1024+512 {
 			t.Errorf("%d bytes, want a little more than 1024", n)
 		}
+		if got, took := c.resp.Trailer.Get(trailerLimit), c.resp.Trailer.Get(trailerSeconds); got != "bytes" || took == "" {
+			t.Errorf("ended by %q after %q s, want bytes", got, took)
+		}
 	})
 	t.Run("after a time", func(t *testing.T) {
 		c := b.startCapture(0, "seconds=1")
 		<-c.done
-		if n := packetsOf(t, c.got.String(), "pod"); n != 0 || c.resp.Trailer.Get(trailerCaptured) != "0" {
+		if n := packetsOf(t, c.got.String(), "pod"); n != 0 || c.resp.Trailer.Get(trailerCaptured) != "0" || c.resp.Trailer.Get(trailerLimit) != "" {
 			t.Errorf("%d packets, trailer %v", n, c.resp.Trailer)
 		}
 	})
