@@ -3,7 +3,9 @@ package replay
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
+	"net/http"
 	"net/netip"
 	"syscall"
 
@@ -274,9 +276,7 @@ func (t *Tunnel) open(ctx context.Context, gateway, target *hbone.Target) (hbone
 	near, err := t.p.connect(ctx, f.Src, hop)
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, syscall.EHOSTUNREACH), errors.Is(err, syscall.ENETUNREACH):
-		// The peer's node is there; it is the application behind it that is not.
-		err = &hbone.StatusError{Code: 503, Reason: "connection failed: " + err.Error()}
-		return nil, &hbone.OpenError{Phase: hbone.PhaseResponse, NextHop: hop, Err: err}
+		return nil, &refusedError{hop, err}
 	case err != nil:
 		return nil, &hbone.OpenError{Phase: hbone.PhaseResponse, NextHop: hop, Err: err}
 	}
@@ -285,6 +285,22 @@ func (t *Tunnel) open(ctx context.Context, gateway, target *hbone.Target) (hbone
 		s.peer = target.Accept[0]
 	}
 	return s, nil
+}
+
+// A refusedError is the recorded refusal of a connection that is carried by HBONE now. Who refused it then, and whether the peer's node was
+// there, the capture does not say.
+type refusedError struct {
+	hop   netip.AddrPort
+	cause error
+}
+
+func (e *refusedError) Error() string {
+	return fmt.Sprintf("the recorded peer: %v; by %s or by the application behind it, the capture does not say", e.cause, e.hop)
+}
+
+// Unwrap makes it count as the answer of a node whose application refuses.
+func (e *refusedError) Unwrap() error {
+	return &hbone.OpenError{Phase: hbone.PhaseResponse, NextHop: e.hop, Err: &hbone.StatusError{Code: http.StatusServiceUnavailable, Reason: "connection failed: " + e.cause.Error()}}
 }
 
 // A played is a stream. It implements hbone.Stream.
