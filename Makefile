@@ -16,7 +16,7 @@ build: ## bin/ztun, one static binary
 	$(GO) build -trimpath -o bin/ztun ./cmd/ztun
 
 .PHONY: demo
-demo: build ## two nodes in network namespaces, an application across them (as root, about 20 s)
+demo: build ## two nodes in network namespaces, an application across them (as root, about 15 s)
 	bin/ztun demo
 
 .PHONY: test
@@ -65,7 +65,7 @@ bench: ## every benchmark, into bench.txt for benchstat
 
 BENCHNET ?=
 .PHONY: bench-net
-bench-net: build ## what ztun costs beside direct traffic, into bin/bench-net.json (as root, about 4 min; BENCHNET=-quick: 1 min)
+bench-net: build ## what ztun costs beside direct traffic, into bin/bench-net.json (as root, about 10 min; BENCHNET=-quick: 2 min)
 	$(GO) build -trimpath -o bin/bench-net ./internal/benchnet
 	flock $(LOCK) bin/bench-net -ztun bin/ztun -json bin/bench-net.json $(BENCHNET)
 

@@ -14,7 +14,7 @@ func newDemo() *cobra.Command {
 		Use:   "demo",
 		Short: "Show it at work: two nodes in network namespaces, as root",
 		Long: `Build a network of two nodes with two pods each out of network namespaces, run ztun on both nodes and unmodified programs in the
-pods, and print what they and the wire between the nodes see, beside the same without ztun. It takes less than 30 seconds,
+pods, and print what they and the wire between the nodes see, beside the same without ztun. It takes about 15 seconds,
 needs root, and leaves the machine as it was, also after Ctrl-C.`,
 		Example: "  sudo ztun demo\n  sudo ztun demo --keep",
 		Args:    noArgs,

@@ -26,7 +26,7 @@ type options struct {
 	progress io.Writer
 }
 
-// quick is a run of about a minute; a full one takes about four.
+// quick is a run of about two minutes; a full one takes about ten.
 func (o *options) quick() {
 	o.rounds, o.duration, o.idle, o.pods = 2, 250*time.Millisecond, 2000, 25
 }
@@ -63,7 +63,7 @@ func command(ctx context.Context, args []string, stdout, stderr io.Writer) error
 	fs := flag.NewFlagSet("benchnet", flag.ContinueOnError)
 	fs.SetOutput(stderr)
 	fs.IntVar(&o.idle, "idle", o.idle, "idle connections to hold, at most as the limit of descriptors allows")
-	quick := fs.Bool("quick", false, "about a minute: 2 rounds of 0.25 s, fewer connections and namespaces")
+	quick := fs.Bool("quick", false, "about two minutes: 2 rounds of 0.25 s, fewer connections and namespaces")
 	rounds := fs.Int("rounds", o.rounds, "how often each measurement is taken")
 	seconds := fs.Float64("seconds", o.duration.Seconds(), "length of each measurement")
 	only := fs.String("only", "", "measure only what `REGEXP` matches, of names such as bulk/8/up/mesh (direct comes with it)")
