@@ -348,9 +348,32 @@ func (p *Proxy) cut(f stack.Flow, k *carried, cause error, again time.Duration) 
 	case !errors.Is(err, os.ErrNotExist):
 		p.cfg.Log.Error("connection in the kernel not cut", "flow", f.String(), "error", err.Error())
 	}
-	if again >= lastCut || p.cfg.Group.After(again, func() { p.cut(f, k, cause, 2*again) }) == nil {
-		finish()
+	if again < lastCut {
+		if p.cfg.Group.After(again, func() { p.cut(f, k, cause, 2*again) }) == nil {
+			finish()
+		}
+		return
 	}
+	p.cutLast(f, k, cause)
+}
+
+// cutLast ends the record of a connection that was to be cut and has had no socket so far. It may come to be still, by a SYN cookie: so it
+// counts as evicted, by which it is looked for (AdoptUnknown) and decided about.
+func (p *Proxy) cutLast(f stack.Flow, k *carried, cause error) {
+	local, remote := k.ends()
+	givenUp := p.cfg.Kernel.GiveUp(f, local, remote)
+	if !givenUp { // it has come to be since
+		if err := p.cfg.Kernel.Destroy(local, remote); err != nil && !errors.Is(err, os.ErrNotExist) {
+			p.cfg.Log.Error("connection in the kernel not cut", "flow", f.String(), "error", err.Error())
+		}
+	}
+	if !p.handed.remove(f, k) {
+		return
+	}
+	if givenUp {
+		p.evicted.Add(1)
+	}
+	k.Finish(cause)
 }
 
 // A KernelEnd is what became of a connection that the kernel has carried.

@@ -24,6 +24,7 @@ type fakeKernel struct {
 	sockets map[[2]netip.AddrPort]stack.Flow
 	calls   []string
 	fail    error
+	late    bool // a connection comes to be just before it is given up
 
 	remembered []string
 	generation uint64
@@ -45,6 +46,9 @@ func (k *fakeKernel) Destroy(local, remote netip.AddrPort) error {
 
 func (k *fakeKernel) GiveUp(f stack.Flow, local, remote netip.AddrPort) bool {
 	k.calls = append(k.calls, "give up "+f.String())
+	if k.late {
+		k.connected(f, local)
+	}
 	_, connected := k.sockets[[2]netip.AddrPort{local, remote}]
 	return !connected
 }
@@ -246,6 +250,35 @@ func TestChangeOfPolicyCutsConnectionsInTheKernel(t *testing.T) {
 		b.Advance(time.Minute)
 		if again := count(k); again != n {
 			t.Errorf("still looked for after its end")
+		}
+	})
+	t.Run("that is by a SYN cookie, long after", func(t *testing.T) {
+		b, k, r := setup(t)
+		b.change(func(m *mesh) { m.more.Policies = []*workload.Policy{deny} })
+		b.Advance(2 * lastCut)
+		check(t, b)
+		if !slices.Contains(k.calls, "give up "+r.flow.String()) || b.Evicted() != 1 {
+			t.Errorf("%d were given up, so that nobody looks for it; calls: %v", b.Evicted(), k.calls)
+		}
+		k.connected(r.flow, r.flow.Dst)
+		found := []CarriedFlow{{Flow: r.flow, Inbound: true}}
+		b.AdoptUnknown(found)
+		b.AdoptUnknown(found)
+		b.Settle()
+		if len(k.sockets) != 0 {
+			t.Error("it stays open")
+		}
+	})
+	t.Run("that is at the last moment", func(t *testing.T) {
+		b, k, r := setup(t)
+		k.late = true
+		b.change(func(m *mesh) { m.more.Policies = []*workload.Policy{deny} })
+		b.Advance(2 * lastCut)
+		if st := b.records.Stats(); st.Open != 1 || len(k.sockets) != 0 {
+			t.Errorf("%d connections are open, %d sockets; want the outbound one, and none: %v", st.Open, len(k.sockets), k.calls)
+		}
+		if b.Evicted() != 0 {
+			t.Errorf("%v counts as given up", r.flow)
 		}
 	})
 }
