@@ -1,6 +1,7 @@
 package tun
 
 import (
+	"context"
 	"errors"
 	"log/slog"
 	"net/netip"
@@ -8,6 +9,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 )
 
 // fakeFlows knows flows of a pod that has the sockets that are given.
@@ -124,5 +126,21 @@ func TestFlowsAreForgottenInParts(t *testing.T) {
 	sweep()
 	if told != all || len(h.flows) != 0 || most != forgetAtOnce {
 		t.Errorf("%d ends are told, %d flows known, at most %d forgotten at once; want %d, 0, %d", told, len(h.flows), most, all, forgetAtOnce)
+	}
+}
+
+// After its end nothing is written to what has taken the descriptor's number.
+func TestWatchOfEndsLetsGoOfItsDescriptor(t *testing.T) {
+	for range 100 {
+		w, err := newEndWatch(slog.New(slog.DiscardHandler))
+		must(t, err)
+		ctx, cancel := context.WithCancel(context.Background())
+		cancel()
+		must(t, w.run(ctx, func(EndedFlow) {}))
+		wrote := make([]byte, 8)
+		if _, err := unix.Read(w.wake, wrote); err != nil {
+			t.Fatalf("run has returned before it was woken: %v", err)
+		}
+		must(t, w.close())
 	}
 }
