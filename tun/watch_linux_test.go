@@ -144,3 +144,23 @@ func TestWatchOfEndsLetsGoOfItsDescriptor(t *testing.T) {
 		must(t, w.close())
 	}
 }
+
+// Once all of them have ended nobody asks for the ends of the pod's other connections.
+func TestConnectionsOfAnEarlierProcessAreListenedForUntilTheLast(t *testing.T) {
+	netns, err := CurrentNetns()
+	must(t, err)
+	fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK) // in place of what hears of ends
+	must(t, err)
+	src, dst := flowFrom(1)
+	o := &older{netns: netns, fd: fd, alive: map[socketAddrs]bool{{src, dst}: true}}
+	told := 0
+	o.sweep(func(EndedFlow) { told++ })
+	if told != 2 || o.descriptor() != -1 {
+		t.Errorf("%d ends told, descriptor %d; want 2, and -1", told, o.descriptor())
+	}
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0); !errors.Is(err, unix.EBADF) {
+		t.Errorf("the descriptor: %v, want %v", err, unix.EBADF)
+	}
+	o.read(make([]byte, 1), func(EndedFlow) { t.Error("an end of nothing") })
+	must(t, o.close())
+}
