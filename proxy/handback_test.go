@@ -257,8 +257,8 @@ func TestChangeOfPolicyCutsConnectionsInTheKernel(t *testing.T) {
 		b.change(func(m *mesh) { m.more.Policies = []*workload.Policy{deny} })
 		b.Advance(2 * lastCut)
 		check(t, b)
-		if !slices.Contains(k.calls, "give up "+r.flow.String()) || b.Evicted() != 1 {
-			t.Errorf("%d were given up, so that nobody looks for it; calls: %v", b.Evicted(), k.calls)
+		if !slices.Contains(k.calls, "give up "+r.flow.String()) || !b.MayComeLate() {
+			t.Errorf("nobody looks for it; calls: %v", k.calls)
 		}
 		k.connected(r.flow, r.flow.Dst)
 		found := []CarriedFlow{{Flow: r.flow, Inbound: true}}
@@ -267,6 +267,10 @@ func TestChangeOfPolicyCutsConnectionsInTheKernel(t *testing.T) {
 		b.Settle()
 		if len(k.sockets) != 0 {
 			t.Error("it stays open")
+		}
+		b.Advance(lateFor)
+		if b.MayComeLate() {
+			t.Error("still looked for when the cookie is no good any more")
 		}
 	})
 	t.Run("that is at the last moment", func(t *testing.T) {
@@ -277,8 +281,8 @@ func TestChangeOfPolicyCutsConnectionsInTheKernel(t *testing.T) {
 		if st := b.records.Stats(); st.Open != 1 || len(k.sockets) != 0 {
 			t.Errorf("%d connections are open, %d sockets; want the outbound one, and none: %v", st.Open, len(k.sockets), k.calls)
 		}
-		if b.Evicted() != 0 {
-			t.Errorf("%v counts as given up", r.flow)
+		if b.MayComeLate() {
+			t.Errorf("%v is looked for although it was cut", r.flow)
 		}
 	})
 }
@@ -332,6 +336,28 @@ func TestLookAtTheKernelsSockets(t *testing.T) {
 	}
 	if len(openConns(b)) != 1 {
 		t.Error("a look that failed ended a connection")
+	}
+}
+
+// Nobody has seen the socket of a connection, and two looks do not find it: its client may have a SYN cookie.
+func TestConnectionWithoutASocketMayComeLate(t *testing.T) {
+	for _, seen := range []bool{false, true} {
+		b, _ := newKernelBench(t, newMesh())
+		r, _ := b.ask(t, "10.9.9.9:1000", "10.244.0.5:80")
+		sockets := []KernelSocket{{Local: r.flow.Dst, Remote: r.flow.Src, Established: true}}
+		for i := range 1 + goneAfter {
+			if err := b.Look(func(f func(KernelSocket)) error {
+				if i == 0 && seen {
+					f(sockets[0])
+				}
+				return nil
+			}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if st := b.records.Stats(); st.Open != 0 || b.MayComeLate() == seen {
+			t.Errorf("with a socket that was seen: %v: %d open, looked for: %v", seen, st.Open, b.MayComeLate())
+		}
 	}
 }
 
@@ -446,8 +472,8 @@ func TestUnansweredConnectionsInTheKernelAreBounded(t *testing.T) {
 			t.Errorf("the connection from %v is open: %v, want %v", f.Src, open[f.Src], want)
 		}
 	}
-	if n := b.Evicted(); n != 4 {
-		t.Errorf("%d were given up, want 4", n)
+	if n := b.Evicted(); n != 4 || !b.MayComeLate() {
+		t.Errorf("%d were given up, want 4, which are looked for", n)
 	}
 	if got, want := b.lines(t), `error="`+errUnanswered.Error()+`"`; strings.Count(got, want) != 4 {
 		t.Errorf("access log %q, want four lines with %q", got, want)
