@@ -151,12 +151,23 @@ func (p *Proxy) boundFresh() {
 	local, remote := k.ends()
 	if p.cfg.Kernel.GiveUp(k.flow, local, remote) && p.handed.remove(k.flow, k) {
 		p.evicted.Add(1)
+		p.expectLate()
 		k.Finish(errUnanswered)
 	}
 }
 
-// Evicted counts connections in the kernel that were given up unanswered.
+// Evicted counts connections in the kernel that were given up unanswered for newer ones.
 func (p *Proxy) Evicted() uint64 { return p.evicted.Load() }
+
+// lateFor is how long a connection may still come to be by a SYN cookie: a cookie is good for two minutes (MAX_SYNCOOKIE_AGE of Linux'
+// include/net/tcp.h), and two looks have to see the connection.
+const lateFor = 4 * time.Minute
+
+// expectLate notes that a connection whose record ends may come to be without one.
+func (p *Proxy) expectLate() { p.late.Store(p.cfg.Group.Now().Add(lateFor).UnixNano()) }
+
+// MayComeLate reports whether there may be connections in the kernel without a record: AdoptUnknown finds them.
+func (p *Proxy) MayComeLate() bool { return p.cfg.Group.Now().UnixNano() < p.late.Load() }
 
 // ends are those of the pod's socket.
 func (k *carried) ends() (local, remote netip.AddrPort) {
@@ -331,6 +342,9 @@ const (
 
 // cut resets a connection that the kernel carries. Its end is then told as any other.
 func (p *Proxy) cut(f stack.Flow, k *carried, cause error, again time.Duration) {
+	if !p.handed.has(f, k) {
+		return // what has these addresses now is another
+	}
 	p.cfg.Kernel.Forget(f)
 	local, remote := k.ends()
 	err := p.cfg.Kernel.Destroy(local, remote)
@@ -348,9 +362,32 @@ func (p *Proxy) cut(f stack.Flow, k *carried, cause error, again time.Duration) 
 	case !errors.Is(err, os.ErrNotExist):
 		p.cfg.Log.Error("connection in the kernel not cut", "flow", f.String(), "error", err.Error())
 	}
-	if again >= lastCut || p.cfg.Group.After(again, func() { p.cut(f, k, cause, 2*again) }) == nil {
-		finish()
+	if again < lastCut {
+		if p.cfg.Group.After(again, func() { p.cut(f, k, cause, 2*again) }) == nil {
+			finish()
+		}
+		return
 	}
+	p.cutLast(f, k, cause)
+}
+
+// cutLast ends the record of a connection that was to be cut and has had no socket so far. It may come to be still, by a SYN cookie: then it
+// is found (AdoptUnknown), and decided about.
+func (p *Proxy) cutLast(f stack.Flow, k *carried, cause error) {
+	local, remote := k.ends()
+	givenUp := p.cfg.Kernel.GiveUp(f, local, remote)
+	if !givenUp { // it has come to be since
+		if err := p.cfg.Kernel.Destroy(local, remote); err != nil && !errors.Is(err, os.ErrNotExist) {
+			p.cfg.Log.Error("connection in the kernel not cut", "flow", f.String(), "error", err.Error())
+		}
+	}
+	if !p.handed.remove(f, k) {
+		return
+	}
+	if givenUp {
+		p.expectLate()
+	}
+	k.Finish(cause)
 }
 
 // A KernelEnd is what became of a connection that the kernel has carried.
@@ -437,6 +474,9 @@ func (p *Proxy) Look(sockets func(f func(KernelSocket)) error) error {
 			continue
 		}
 		if k.missed++; k.missed >= goneAfter {
+			if k.fresh != nil && k.Direction == telemetry.Inbound {
+				p.expectLate()
+			}
 			gone[f] = KernelEnd{Established: true, Received: k.Received.Load(), Sent: k.Sent.Load()}
 		}
 	}

@@ -24,6 +24,7 @@ type fakeKernel struct {
 	sockets map[[2]netip.AddrPort]stack.Flow
 	calls   []string
 	fail    error
+	late    bool // a connection comes to be just before it is given up
 
 	remembered []string
 	generation uint64
@@ -45,6 +46,9 @@ func (k *fakeKernel) Destroy(local, remote netip.AddrPort) error {
 
 func (k *fakeKernel) GiveUp(f stack.Flow, local, remote netip.AddrPort) bool {
 	k.calls = append(k.calls, "give up "+f.String())
+	if k.late {
+		k.connected(f, local)
+	}
 	_, connected := k.sockets[[2]netip.AddrPort{local, remote}]
 	return !connected
 }
@@ -248,6 +252,39 @@ func TestChangeOfPolicyCutsConnectionsInTheKernel(t *testing.T) {
 			t.Errorf("still looked for after its end")
 		}
 	})
+	t.Run("that is by a SYN cookie, long after", func(t *testing.T) {
+		b, k, r := setup(t)
+		b.change(func(m *mesh) { m.more.Policies = []*workload.Policy{deny} })
+		b.Advance(2 * lastCut)
+		check(t, b)
+		if !slices.Contains(k.calls, "give up "+r.flow.String()) || !b.MayComeLate() {
+			t.Errorf("nobody looks for it; calls: %v", k.calls)
+		}
+		k.connected(r.flow, r.flow.Dst)
+		found := []CarriedFlow{{Flow: r.flow, Inbound: true}}
+		b.AdoptUnknown(found)
+		b.AdoptUnknown(found)
+		b.Settle()
+		if len(k.sockets) != 0 {
+			t.Error("it stays open")
+		}
+		b.Advance(lateFor)
+		if b.MayComeLate() {
+			t.Error("still looked for when the cookie is no good any more")
+		}
+	})
+	t.Run("that is at the last moment", func(t *testing.T) {
+		b, k, r := setup(t)
+		k.late = true
+		b.change(func(m *mesh) { m.more.Policies = []*workload.Policy{deny} })
+		b.Advance(2 * lastCut)
+		if st := b.records.Stats(); st.Open != 1 || len(k.sockets) != 0 {
+			t.Errorf("%d connections are open, %d sockets; want the outbound one, and none: %v", st.Open, len(k.sockets), k.calls)
+		}
+		if b.MayComeLate() {
+			t.Errorf("%v is looked for although it was cut", r.flow)
+		}
+	})
 }
 
 func TestLookAtTheKernelsSockets(t *testing.T) {
@@ -299,6 +336,28 @@ func TestLookAtTheKernelsSockets(t *testing.T) {
 	}
 	if len(openConns(b)) != 1 {
 		t.Error("a look that failed ended a connection")
+	}
+}
+
+// Nobody has seen the socket of a connection, and two looks do not find it: its client may have a SYN cookie.
+func TestConnectionWithoutASocketMayComeLate(t *testing.T) {
+	for _, seen := range []bool{false, true} {
+		b, _ := newKernelBench(t, newMesh())
+		r, _ := b.ask(t, "10.9.9.9:1000", "10.244.0.5:80")
+		sockets := []KernelSocket{{Local: r.flow.Dst, Remote: r.flow.Src, Established: true}}
+		for i := range 1 + goneAfter {
+			if err := b.Look(func(f func(KernelSocket)) error {
+				if i == 0 && seen {
+					f(sockets[0])
+				}
+				return nil
+			}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if st := b.records.Stats(); st.Open != 0 || b.MayComeLate() == seen {
+			t.Errorf("with a socket that was seen: %v: %d open, looked for: %v", seen, st.Open, b.MayComeLate())
+		}
 	}
 }
 
@@ -413,8 +472,8 @@ func TestUnansweredConnectionsInTheKernelAreBounded(t *testing.T) {
 			t.Errorf("the connection from %v is open: %v, want %v", f.Src, open[f.Src], want)
 		}
 	}
-	if n := b.Evicted(); n != 4 {
-		t.Errorf("%d were given up, want 4", n)
+	if n := b.Evicted(); n != 4 || !b.MayComeLate() {
+		t.Errorf("%d were given up, want 4, which are looked for", n)
 	}
 	if got, want := b.lines(t), `error="`+errUnanswered.Error()+`"`; strings.Count(got, want) != 4 {
 		t.Errorf("access log %q, want four lines with %q", got, want)

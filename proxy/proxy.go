@@ -96,6 +96,7 @@ type Proxy struct {
 	questionsRefused atomic.Uint64
 	strays           atomic.Uint64
 	evicted          atomic.Uint64
+	late             atomic.Int64 // until when connections may come to be whose records have ended; in nanoseconds since 1970
 	draining         atomic.Bool
 	selfCalls        occasional
 }

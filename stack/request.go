@@ -33,6 +33,8 @@ var errNotTaken = errors.New("stack: the netstack did not take the SYN")
 type table struct {
 	s *Stack
 
+	steering sync.Mutex // held while a decision is made: from asking whether the request still counts to noting it; taken before mu
+
 	mu             sync.Mutex // guards below, and the fields of requests that say so
 	requests       map[Flow]*request
 	oldest, newest *request // a list in the order of deadlines
@@ -65,6 +67,7 @@ type request struct {
 	conn       loop.Conn // the outcome of a handshake: this,
 	err        error     // or this
 	taken      bool      // the netstack has begun the handshake
+	accepted   bool      // by the Steerer's listener
 	successor  *request  // a later request of the flow, whose handshake waits for the end of this one
 }
 
@@ -94,7 +97,7 @@ func (t *table) syn(p *packet, vnet, b []byte) {
 		t.mu.Unlock()
 		s.count.duplicates.Add(1)
 		if again { // what was written back is lost; the netstack has a timer of its own for that
-			_ = old.steer(s.cfg.Steerer.Accept) // the next one may work
+			_ = old.lead() // the next one may work
 		}
 		return
 	}
@@ -313,7 +316,10 @@ func (t *table) begin(r *request, wake func()) {
 	}
 	if t.s.cfg.Steerer != nil {
 		t.mu.Unlock()
-		t.lead(r, wake)
+		if err := r.lead(); err != nil {
+			t.fail(r, err)
+			wake()
+		}
 		return
 	}
 	if other := t.handshakes[r.flow]; other != nil {
@@ -326,6 +332,16 @@ func (t *table) begin(r *request, wake func()) {
 	t.handshake(r)
 	if t.s.cfg.Manual {
 		t.settle()
+	}
+}
+
+// fail ends the handshake of r, unless it has ended.
+func (t *table) fail(r *request, err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if r.state == handshaking {
+		t.unlink(r)
+		r.err = err
 	}
 }
 
@@ -490,10 +506,9 @@ func (r *request) Accept(ctx context.Context) (loop.Conn, error) {
 	if r.state == handshaking {
 		t.unlink(r)
 	}
-	another := t.requests[r.flow] != nil // whose decision stands in place of this one's
 	t.mu.Unlock()
-	if c == nil && t.s.cfg.Steerer != nil && !another {
-		t.s.cfg.Steerer.Unsteer(r.flow)
+	if c == nil && t.s.cfg.Steerer != nil {
+		r.takeBack()
 	}
 	switch {
 	case waitErr != nil && c != nil:

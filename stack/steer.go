@@ -1,6 +1,7 @@
 package stack
 
 import (
+	"errors"
 	"fmt"
 	"time"
 
@@ -18,6 +19,7 @@ type Steerer interface {
 // steered is what a table remembers of flows that the kernel has.
 type steered struct {
 	handed   map[Flow]uint32   // sequence number of the SYN: until Stack.Ended
+	led      map[Flow]*request // those that the listener is to accept and whose decision stands: until Accept returns
 	answered map[Flow]answered // accepted by the listener after a while
 }
 
@@ -62,30 +64,70 @@ func (t *table) known(flow Flow, seq uint32, vnet, b []byte) bool {
 	return false
 }
 
-// lead has the listener accept r.
-func (t *table) lead(r *request, wake func()) {
-	err := r.steer(t.s.cfg.Steerer.Accept)
-	if err == nil {
-		return
+// steer says what becomes of the flow of r, if r still is in the state that this takes. done is called, with mu held, once it was said.
+//
+// A later request of the flow may take r's place at any time, and then what is decided about that one has to stand. So decisions are
+// made one after the other, and one that came too late is taken back before the next.
+func (r *request) steer(state requestState, way func(Flow) error, done func(*steered)) error {
+	t := r.t
+	t.steering.Lock()
+	defer t.steering.Unlock()
+	t.mu.Lock()
+	counts := r.state == state
+	t.mu.Unlock()
+	if !counts {
+		return ErrGone
+	}
+	if err := way(r.flow); err != nil {
+		return err
 	}
 	t.mu.Lock()
-	if r.state == handshaking {
-		t.unlink(r)
-		r.err = err
+	counts = r.state == state
+	if counts {
+		done(&t.steered)
 	}
+	stands := counts || r.accepted // by an earlier SYN of the same request: the connection may need what was said
 	t.mu.Unlock()
-	wake()
-}
-
-// steer says what becomes of the flow, and writes its SYN back.
-func (r *request) steer(way func(Flow) error) error {
-	if err := way(r.flow); err != nil {
-		return fmt.Errorf("stack: steer %v: %w", r.flow, err)
+	if !stands {
+		t.s.cfg.Steerer.Unsteer(r.flow)
 	}
-	if !r.t.s.writeBack(r.raw) {
+	if !counts {
 		return ErrGone
 	}
 	return nil
+}
+
+// lead has the listener accept r.
+func (r *request) lead() error {
+	err := r.steer(handshaking, r.t.s.cfg.Steerer.Accept, func(k *steered) {
+		if k.led == nil {
+			k.led = make(map[Flow]*request)
+		}
+		k.led[r.flow] = r
+	})
+	switch {
+	case err == nil && !r.t.s.writeBack(r.raw):
+		return ErrGone
+	case err == nil, errors.Is(err, ErrGone):
+		return err
+	}
+	return fmt.Errorf("stack: steer %v: %w", r.flow, err)
+}
+
+// takeBack takes back what lead has said, if nothing was decided about a later request of the flow since.
+func (r *request) takeBack() {
+	t := r.t
+	t.steering.Lock()
+	defer t.steering.Unlock()
+	t.mu.Lock()
+	stands := t.steered.led[r.flow] == r
+	if stands {
+		delete(t.steered.led, r.flow)
+	}
+	t.mu.Unlock()
+	if stands {
+		t.s.cfg.Steerer.Unsteer(r.flow)
+	}
 }
 
 // Accepted takes a connection that the Steerer's listener has accepted, and reports whether somebody waits for it: otherwise it stays
@@ -100,7 +142,8 @@ func (s *Stack) Accepted(c loop.Conn) bool {
 		return false
 	}
 	t.unlink(r)
-	r.conn = c
+	r.conn, r.accepted = c, true
+	delete(t.steered.led, flow)
 	if now := s.cfg.Group.Now(); now.Sub(r.born) >= retransmitted {
 		t.steered.remember(r, now)
 	}
@@ -135,21 +178,20 @@ func (r *request) HandBack() error {
 	if t.s.cfg.Steerer == nil {
 		return ErrUnsupported
 	}
-	if err := t.s.cfg.Steerer.HandBack(r.flow); err != nil {
+	err := r.steer(pending, t.s.cfg.Steerer.HandBack, func(k *steered) {
+		t.unlink(r)
+		delete(k.led, r.flow) // an earlier request's
+		if k.handed == nil {
+			k.handed = make(map[Flow]uint32)
+		}
+		k.handed[r.flow] = r.seq
+	})
+	switch {
+	case errors.Is(err, ErrGone):
+		return err
+	case err != nil:
 		return fmt.Errorf("stack: hand %v back: %w", r.flow, err)
 	}
-	t.mu.Lock()
-	if r.state != pending {
-		t.mu.Unlock()
-		t.s.cfg.Steerer.Unsteer(r.flow)
-		return ErrGone
-	}
-	t.unlink(r)
-	if t.steered.handed == nil {
-		t.steered.handed = make(map[Flow]uint32)
-	}
-	t.steered.handed[r.flow] = r.seq
-	t.mu.Unlock()
 	t.s.count.handedBack.Add(1)
 	t.s.writeBack(r.raw) // lost, it is sent again
 	return nil

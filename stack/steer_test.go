@@ -16,15 +16,25 @@ import (
 
 // steps is a Steerer that notes what it is told.
 type steps struct {
-	mu   sync.Mutex // guards below
-	list []string
-	fail error
+	mu       sync.Mutex // guards below
+	list     []string
+	fail     error
+	standing map[Flow]string // what was said last
+
+	during func(what string) // if not nil: called before anything is noted
 }
 
 func (s *steps) note(what string, f Flow) error {
+	if s.during != nil {
+		s.during(what)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.list = append(s.list, fmt.Sprintf("%s %v", what, f.Src))
+	if s.standing == nil {
+		s.standing = make(map[Flow]string)
+	}
+	s.standing[f] = what
 	return s.fail
 }
 
@@ -222,7 +232,7 @@ func TestAcceptByTheListenerEnds(t *testing.T) {
 		if !errors.Is(o.err, ErrGone) {
 			t.Errorf("Accept = %v, want %v", o.err, ErrGone)
 		}
-		s.want(t) // what is decided next about the flow stands in its place
+		s.want(t, "forget "+flow4.Src.String())
 		r.asked[1].req.Drop()
 	})
 	t.Run("when nothing comes of it", func(t *testing.T) {
@@ -246,6 +256,90 @@ func TestAcceptByTheListenerEnds(t *testing.T) {
 			t.Errorf("Accept = %v, want %v", o.err, s.fail)
 		}
 	})
+}
+
+// read gives the table a SYN at once, as the reader does.
+func (r *rig) read(b []byte) {
+	var p packet
+	p.parse(b, len(b))
+	r.s.table.syn(&p, make([]byte, headroom), b)
+}
+
+// The set-up of a flow is slow; meanwhile the application connects again from the same port, and that is decided about otherwise.
+func TestLateDecisionLeavesThatOfALaterRequest(t *testing.T) {
+	handBack := func(r *rig, i int) error { return r.asked[i].req.HandBack() }
+	accept := func(r *rig, i int) error {
+		o := r.accept(context.Background(), r.asked[i].req)
+		r.m.Settle()
+		if o.ready() {
+			return o.err
+		}
+		return nil
+	}
+	tests := []struct {
+		name          string
+		first, second func(*rig, int) error
+		want          string // stands in the end
+	}{
+		{"to the network, after one to the listener", handBack, accept, "accept"},
+		{"to the listener, after one to the network", accept, handBack, "hand back"},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name+", before it is made", func(t *testing.T) {
+			r, s := newSteeredRig(t)
+			r.send(syn(flow4, 1))
+			r.send(syn(flow4, 5000))
+			if err := tt.second(r, 1); err != nil {
+				t.Fatal(err)
+			}
+			if err := tt.first(r, 0); !errors.Is(err, ErrGone) {
+				t.Errorf("the first = %v, want %v", err, ErrGone)
+			}
+			if got := s.standing[flow4]; got != tt.want {
+				t.Errorf("%q stands, want %q; steps: %v", got, tt.want, s.taken())
+			}
+		})
+		t.Run(tt.name+", while it is made", func(t *testing.T) {
+			r, s := newSteeredRig(t)
+			r.send(syn(flow4, 1))
+			second := make(chan error, 1)
+			var once sync.Once
+			s.during = func(string) {
+				once.Do(func() {
+					r.read(syn(flow4, 5000))
+					go func() { second <- tt.second(r, 1) }()
+					time.Sleep(10 * time.Millisecond) // more than it takes, if it does not wait
+				})
+			}
+			if err := tt.first(r, 0); !errors.Is(err, ErrGone) {
+				t.Errorf("the first = %v, want %v", err, ErrGone)
+			}
+			if err := <-second; err != nil {
+				t.Errorf("the second = %v", err)
+			}
+			if got := s.standing[flow4]; got != tt.want {
+				t.Errorf("%q stands, want %q; steps: %v", got, tt.want, s.taken())
+			}
+		})
+	}
+}
+
+// The Accept of a request that was given up returns only after a later one of the flow was handed back.
+func TestEndOfARequestLeavesTheDecisionAboutALaterOne(t *testing.T) {
+	r, s := newSteeredRig(t)
+	r.send(syn(flow4, 1))
+	first := r.asked[0].req.(*request)
+	o := r.accept(context.Background(), first)
+	r.m.Settle()
+	wake := first.wake
+	first.wake = func() {} // it is slow
+	r.send(syn(flow4, 5000))
+	if err := r.asked[1].req.HandBack(); err != nil {
+		t.Fatal(err)
+	}
+	wake()
+	r.until("Accept returns", o.ready)
+	s.want(t, "accept "+flow4.Src.String(), "hand back "+flow4.Src.String())
 }
 
 // A SYN that was sent again while the upstream was slow may be read after the flow was accepted: it is no new flow.

@@ -390,8 +390,22 @@ func (n *nftNetns) set(w Way, ipv6 bool) *nftables.Set {
 	return n.sets[w][0]
 }
 
-// remove deletes elements.
+// remove deletes elements, all at once: no more than forgetAtOnce. If that fails the kernel has all of them still, but for those that were
+// missing already: then each is deleted by itself.
 func (n *nftNetns) remove(keys ...flowKey) error {
+	err := n.removeAtOnce(keys)
+	if err == nil || len(keys) == 1 {
+		return err
+	}
+	for _, key := range keys {
+		if err := n.removeAtOnce([]flowKey{key}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (n *nftNetns) removeAtOnce(keys []flowKey) error {
 	for i := range keys {
 		f := n.flows[keys[i]]
 		if f == nil {
@@ -402,8 +416,8 @@ func (n *nftNetns) remove(keys ...flowKey) error {
 			return err
 		}
 	}
-	if err := n.conn.Flush(); err != nil {
-		return err // the kernel has all of them still
+	if err := n.conn.Flush(); err != nil && (len(keys) > 1 || !errors.Is(err, unix.ENOENT)) {
+		return err
 	}
 	for i := range keys {
 		delete(n.flows, keys[i])

@@ -48,12 +48,24 @@ func findOlder(s *setup) (*older, error) {
 func (o *older) close() error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+	return o.letGo()
+}
+
+// letGo closes what is open. mu is held.
+func (o *older) letGo() error {
 	if o.fd < 0 {
 		return nil
 	}
 	err := errors.Join(unix.Close(o.fd), o.netns.Close())
 	o.fd = -1
 	return err
+}
+
+// done lets go once all have ended: the kernel would tell of every other connection of the pod, too. mu is held.
+func (o *older) done() {
+	if len(o.alive) == 0 {
+		_ = o.letGo() // nothing comes of it
+	}
 }
 
 func (o *older) descriptor() int {
@@ -78,6 +90,7 @@ func (o *older) read(buf []byte, ended func(EndedFlow)) {
 			list = o.end(list, &d)
 		}
 	}
+	o.done()
 	o.mu.Unlock()
 	for _, e := range list {
 		ended(e)
@@ -103,6 +116,7 @@ func (o *older) sweep(ended func(EndedFlow)) {
 			}
 		}
 	}
+	o.done()
 	o.mu.Unlock()
 	for _, e := range list {
 		ended(e)

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -58,8 +60,16 @@ func (w *endWatch) remove(s endSource) {
 
 // run hears them until ctx ends.
 func (w *endWatch) run(ctx context.Context, ended func(EndedFlow)) error {
-	stop := context.AfterFunc(ctx, w.notify)
-	defer stop()
+	stopped := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		w.notify()
+		close(stopped)
+	})
+	defer func() {
+		if !stop() {
+			<-stopped // it has the descriptor
+		}
+	}()
 	buf := make([]byte, 64<<10) // of one message of the kernel's at least
 	next := monotonic() + sweepEvery
 	for ctx.Err() == nil {
@@ -112,6 +122,8 @@ type handedFlows struct {
 	// forget takes flows out of the map below, and of wherever else they are. It is called with mu held.
 	forget func(keys ...flowKey) error
 
+	sockets func(each func(*diagSocket)) error // podSockets, but for tests
+
 	mu    sync.Mutex // guards below
 	fd    int        // hears of sockets that are destroyed; -1 after close
 	flows map[flowKey]*handedFlow
@@ -127,7 +139,9 @@ func watchHanded(w *endWatch, s *setup, forget func(keys ...flowKey) error) (*ha
 	if err != nil {
 		return nil, errors.Join(err, unix.Close(fd))
 	}
-	return &handedFlows{watch: w, netns: netns, cookie: s.cookie, forget: forget, fd: fd, flows: make(map[flowKey]*handedFlow)}, nil
+	h := &handedFlows{watch: w, netns: netns, cookie: s.cookie, forget: forget, fd: fd, flows: make(map[flowKey]*handedFlow)}
+	h.sockets = h.podSockets
+	return h, nil
 }
 
 // close is called with mu held, when run does not know of it any more.
@@ -202,44 +216,103 @@ func (h *handedFlows) end(d *diagSocket) (e EndedFlow, ok bool) {
 	return e, true
 }
 
-// sweep forgets flows whose socket is gone, TIME_WAIT included.
+// sweep forgets flows whose socket is gone, TIME_WAIT included. It looks at all sockets without the lock, which who steers needs.
 func (h *handedFlows) sweep(ended func(EndedFlow)) {
 	h.mu.Lock()
-	if h.fd < 0 || len(h.flows) == 0 {
-		h.mu.Unlock()
+	nothing := h.fd < 0 || len(h.flows) == 0
+	h.mu.Unlock()
+	if nothing {
 		return
 	}
-	alive := make(map[flowKey]bool, 2*len(h.flows))
-	err := h.netns.Do(func() error {
-		return eachSocket(func(d *diagSocket) {
-			alive[keyOf(h.cookie, d.local, d.remote)] = true
-			alive[keyOf(h.cookie, d.remote, d.local)] = true
-		})
+	alive := make(map[flowKey]bool)
+	err := h.sockets(func(d *diagSocket) {
+		alive[keyOf(h.cookie, d.local, d.remote)] = true
+		alive[keyOf(h.cookie, d.remote, d.local)] = true
 	})
-	var gone []flowKey
-	var list []EndedFlow
+	if err == nil {
+		gone, list := h.without(alive)
+		for _, e := range list {
+			ended(e)
+		}
+		err = h.forgetAll(gone)
+	}
+	if err != nil && !errors.Is(err, os.ErrClosed) {
+		h.watch.log.Warn("flows that have ended are not forgotten", "netns", h.netns.String(), "reason", err)
+	}
+}
+
+// podSockets calls each for the TCP sockets of the netns. mu is not held.
+func (h *handedFlows) podSockets(each func(*diagSocket)) error {
+	h.mu.Lock()
+	if h.fd < 0 {
+		h.mu.Unlock()
+		return os.ErrClosed
+	}
+	netns, err := h.netns.dup() // close may come meanwhile
+	h.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	defer netns.Close()
+	return netns.Do(func() error { return eachSocket(each) })
+}
+
+// A goneFlow is a flow whose socket is gone. Should the flow be steered anew it is another one.
+type goneFlow struct {
+	key  flowKey
+	flow *handedFlow
+}
+
+// without returns the flows that had no socket at the sweep before and have none now, and the ends that are to be told. Those that were
+// steered since the sockets were looked at have a sweep to come yet.
+func (h *handedFlows) without(alive map[flowKey]bool) (gone []goneFlow, list []EndedFlow) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
 	for key, f := range h.flows {
 		switch {
-		case alive[key] || err != nil:
+		case alive[key]:
 			f.old = false
 		case !f.old: // perhaps it is on its way
 			f.old = true
 		default:
-			gone = append(gone, key)
+			gone = append(gone, goneFlow{key, f})
 			if !f.ended && (f.way == ToNetwork || f.way == ToApplication) {
+				f.ended = true
 				src, dst := key.addrs()
 				list = append(list, EndedFlow{Netns: h.cookie, Src: src, Dst: dst, Err: unix.ETIMEDOUT})
 			}
 		}
 	}
-	err = errors.Join(err, h.forget(gone...))
-	h.mu.Unlock()
-	if err != nil {
-		h.watch.log.Warn("flows that have ended are not forgotten", "netns", h.netns.String(), "reason", err)
+	return gone, list
+}
+
+// forgetAtOnce is how many flows are forgotten at once. With nft that is one transaction, whose acknowledgements all have to find room in the
+// socket's buffer: 208 KiB by default, a few hundred. And who steers waits for no more.
+const forgetAtOnce = 64
+
+// forgetAll forgets the flows that were not steered anew meanwhile.
+func (h *handedFlows) forgetAll(gone []goneFlow) error {
+	for part := range slices.Chunk(gone, forgetAtOnce) {
+		if err := h.forgetSome(part); err != nil {
+			return err
+		}
 	}
-	for _, e := range list {
-		ended(e)
+	return nil
+}
+
+func (h *handedFlows) forgetSome(gone []goneFlow) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.fd < 0 {
+		return os.ErrClosed
 	}
+	keys := make([]flowKey, 0, len(gone))
+	for _, g := range gone {
+		if h.flows[g.key] == g.flow && g.flow.old {
+			keys = append(keys, g.key)
+		}
+	}
+	return h.forget(keys...)
 }
 
 // destroyedSockets opens a socket that hears of each TCP socket of the netns of this thread that is destroyed.

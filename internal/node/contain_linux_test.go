@@ -3,6 +3,7 @@ package node
 import (
 	"errors"
 	"net"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -54,15 +55,53 @@ func TestNetnsPodThatIsLostStaysClosedAndAlone(t *testing.T) {
 	}
 }
 
+// A process that died leaves its pods closed. Before the restart a program in one of them takes the port of ours.
+func TestNetnsRestartThatOnePodHinders(t *testing.T) {
+	b := newBed(t)
+	b.serve(b.pods[plainB], 9100, func(c net.Conn) { who(c) })
+	c := b.spawnReady(0)
+	c.kill(t)
+	l, err := b.pods[otherA].Listen("tcp", "[::]:15008")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	a := b.launch(0)
+	if _, err := b.ask(b.pods[clientA], addrPort(b.pods[plainB].Addr4, 9100)); err != nil {
+		t.Errorf("the other pod is not served: %v", err)
+	}
+	b.closed(otherA, "while it cannot be captured")
+	for site, want := range map[string]string{
+		"readiness /healthz/ready": "shop/other: underlay: listen on [::]:15008",
+		"metrics /metrics":         `ztun_pods{capture="",state="pending"} 1`,
+		"admin /debug/pods":        "15008",
+	} {
+		where, path, _ := strings.Cut(site, " ")
+		if got := a.page(t, where, path); !strings.Contains(got, want) {
+			t.Errorf("%s says %q, want %q in it", site, got, want)
+		}
+	}
+	l.Close()
+	a.log.await(t, "pod captured again", a.done, "shop/other")
+	if _, err := b.ask(b.pods[otherA], addrPort(b.pods[plainB].Addr4, 9100)); err != nil {
+		t.Errorf("after the port was free again: %v", err)
+	}
+	eventually(t, 5*time.Second, "ready", a.node.readiness.Ready)
+}
+
 func TestNetnsFailedRestartLeavesPodsClosed(t *testing.T) {
 	b := newBed(t)
 	b.serve(b.pods[plainB], 9100, func(c net.Conn) { who(c) })
 	c := b.spawnReady(0)
 	c.kill(t)
-	// Somebody takes the port of the second pod before the restart.
-	l, err := b.pods[otherA].Listen("tcp", "[::]:15008")
-	if err != nil {
-		t.Fatal(err)
+	// Somebody takes the port of both pods before the restart.
+	var held []net.Listener
+	for _, i := range []int{clientA, otherA} {
+		l, err := b.pods[i].Listen("tcp", "[::]:15008")
+		if err != nil {
+			t.Fatal(err)
+		}
+		held = append(held, l)
 	}
 	if err := b.refused(b.file(0)); !errors.Is(err, syscall.EADDRINUSE) {
 		t.Errorf("the restart fails with %v, want the port in use", err)
@@ -72,7 +111,9 @@ func TestNetnsFailedRestartLeavesPodsClosed(t *testing.T) {
 		b.closed(clientA, "after a failed restart")
 	}
 	b.closed(otherA, "after a failed restart")
-	l.Close()
+	for _, l := range held {
+		l.Close()
+	}
 	b.start(0)
 	if _, err := b.ask(b.pods[clientA], addrPort(b.pods[plainB].Addr4, 9100)); err != nil {
 		t.Errorf("after the next start: %v", err)

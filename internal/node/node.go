@@ -323,7 +323,7 @@ func (n *Node) run(ctx context.Context) error {
 	defer stopServing()
 	g.Go(func() error { return n.serveAdmin(serving) })
 	var pods errgroup.Group
-	err := n.start(ctx, func(p *pod) { pods.Go(func() error { n.supervise(serving, p); return nil }) })
+	err := n.start(ctx, n.startPod, func(p *pod) { pods.Go(func() error { n.supervise(serving, p); return nil }) })
 	if err == nil {
 		debug.FreeOSMemory() // what only the start has needed
 		n.gate.start()
@@ -357,28 +357,57 @@ func (n *Node) nameHolder(err error) error {
 	return err
 }
 
-// start captures one pod after the other and serves each at once.
-func (n *Node) start(ctx context.Context, serve func(*pod)) error {
+// start captures one pod after the other and serves each at once. A pod that cannot be captured is left as it was found, open or closed, and is
+// tried again while the others are served: what stands in its way may be the pod's own doing, a program that has taken a port of ours.
+// Where no pod can be captured, that is an error.
+func (n *Node) start(ctx context.Context, capture func(context.Context, *pod) error, serve func(*pod)) error {
+	var first error
+	var failed []*pod
 	for _, spec := range n.specs {
 		p := &pod{spec: spec, stateDir: n.stateDir, log: n.log.With("pod", spec.client.String())}
-		if err := n.startPod(ctx, p); err != nil {
-			return fmt.Errorf("pod %s: %w", spec.String(), err)
+		err := capture(ctx, p)
+		if err != nil {
+			if first == nil || ctx.Err() != nil {
+				first = fmt.Errorf("pod %s: %w", spec.String(), err)
+			}
+			if ctx.Err() != nil {
+				return first
+			}
+			failed = append(failed, p)
+			n.notCaptured(p, err)
 		}
 		n.podsMu.Lock()
 		n.pods = append(n.pods, p)
 		n.podsMu.Unlock()
+		if err == nil {
+			serve(p)
+		}
+	}
+	if len(failed) == len(n.pods) {
+		return first
+	}
+	for _, p := range failed {
 		serve(p)
 	}
 	return nil
 }
 
-// retryPod is how long a pod that was lost waits for the next attempt to capture it (ztunnel's default).
+// retryPod is how long a pod that was not captured, or was lost, waits for the next attempt (ztunnel's default).
 const retryPod = 5 * time.Second
+
+// notCaptured makes a pod pending.
+func (n *Node) notCaptured(p *pod, err error) {
+	p.set(nil, err)
+	p.log.Warn("pod not captured", "error", err.Error(), "next_try", retryPod.String())
+}
 
 // supervise serves a pod until ctx ends. A pod whose capture fails, of which others notice nothing, stays closed until it is
 // captured again.
 func (n *Node) supervise(ctx context.Context, p *pod) {
 	for {
+		if p.current() == nil && !n.captureLater(ctx, p) {
+			return
+		}
 		err := p.run(ctx)
 		if ctx.Err() != nil {
 			return
@@ -387,20 +416,24 @@ func (n *Node) supervise(ctx context.Context, p *pod) {
 		n.metrics.lost.Inc()
 		p.fail(ctx, err)
 		n.gate.check()
-		for {
-			select {
-			case <-ctx.Done():
-				return
-			case <-time.After(retryPod):
-			}
-			if err = n.startPod(ctx, p); err == nil {
-				p.log.Info("pod captured again")
-				n.gate.check()
-				break
-			}
-			p.set(nil, err)
-			p.log.Warn("pod not captured", "error", err.Error(), "next_try", retryPod.String())
+	}
+}
+
+// captureLater tries to capture a pod until that works; false: ctx has ended before.
+func (n *Node) captureLater(ctx context.Context, p *pod) bool {
+	for {
+		select {
+		case <-ctx.Done():
+			return false
+		case <-time.After(retryPod):
 		}
+		err := n.startPod(ctx, p)
+		if err == nil {
+			p.log.Info("pod captured again")
+			n.gate.check()
+			return true
+		}
+		n.notCaptured(p, err)
 	}
 }
 

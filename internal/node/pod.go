@@ -277,7 +277,11 @@ func (p *pod) end(ctx context.Context, release bool) error {
 	l := p.current()
 	switch {
 	case l != nil:
-	case release: // it was lost, and what keeps it closed is still there
+	case release: // it was lost, or could not be captured: what keeps it closed may still be there
+		if held := tun.InUse(p.spec.netns, tun.DefaultName); held != nil { // a ztun that was there before us, or has come since
+			p.log.Warn("pod left to another process", "reason", held.Error())
+			return nil
+		}
 		if err := tun.Remove(ctx, tun.Config{Netns: p.spec.netns, UID: p.spec.uid, StateDir: p.stateDir, Log: p.log}); err != nil {
 			return fmt.Errorf("pod %s: %w", p.spec.String(), err)
 		}

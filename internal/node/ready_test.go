@@ -1,13 +1,17 @@
 package node
 
 import (
+	"context"
 	"errors"
 	"log/slog"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
 	"ztun.dev/ztun/internal/admin"
 	"ztun.dev/ztun/internal/loop"
+	"ztun.dev/ztun/internal/workload"
 )
 
 func TestReadinessWhilePodsArePending(t *testing.T) {
@@ -66,5 +70,43 @@ func TestReadinessWhilePodsArePending(t *testing.T) {
 	g.check()
 	if n := m.Group().Stats().Timers; n != 0 {
 		t.Errorf("%d timers after the end", n)
+	}
+}
+
+// A pod may have a port of ours, or nothing else that we need.
+func TestPodThatCannotBeCapturedEndsNoOther(t *testing.T) {
+	taken := errors.New("port 15008 is taken")
+	tests := []struct {
+		name   string
+		broken []string
+		want   string // pods in the order in which they are served
+		err    error
+	}{
+		{"none", nil, "one two three", nil},
+		{"the first", []string{"one"}, "two three one", nil},
+		{"all but one", []string{"one", "three"}, "two one three", nil},
+		{"all", []string{"one", "two", "three"}, "", taken},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			n := &Node{log: slog.New(slog.DiscardHandler)}
+			for _, name := range []string{"one", "two", "three"} {
+				n.specs = append(n.specs, podSpec{client: workload.Client{Namespace: "shop", Name: name}})
+			}
+			var served []string
+			err := n.start(t.Context(), func(_ context.Context, p *pod) error {
+				if slices.Contains(tt.broken, p.spec.client.Name) {
+					return taken
+				}
+				p.set(&pipeline{}, nil)
+				return nil
+			}, func(p *pod) { served = append(served, p.spec.client.Name) })
+			if !errors.Is(err, tt.err) || strings.Join(served, " ") != tt.want {
+				t.Errorf("start = %v, served %q; want %v, %q", err, served, tt.err, tt.want)
+			}
+			if reasons := n.pendingPods(); len(reasons) != len(tt.broken) {
+				t.Errorf("reasons of pods that are pending: %q, want those of %q", reasons, tt.broken)
+			}
+		})
 	}
 }

@@ -42,16 +42,20 @@ func TestNetnsCaptureIsChosenForEachPod(t *testing.T) {
 	b.stop(0)
 
 	// Only that backend is used that is asked for.
+	auto := b.read("node-a.yaml")
 	for _, tt := range []struct {
-		capture string
-		want    []string
+		capture, served, pending string
+		want                     []string
 	}{
-		{"tun", []string{"pod shop/other", "istio-cni", "ZTUN_CAPTURE=redirect"}},
-		{"redirect", []string{"pod shop/client", "istio-cni", "ZTUN_CAPTURE=tun"}},
+		{"tun", "client", "other", []string{"istio-cni", "ZTUN_CAPTURE=redirect"}},
+		{"redirect", "other", "client", []string{"istio-cni", "ZTUN_CAPTURE=tun"}},
 	} {
 		unchanged(t, b.pods[:2], func() {
-			err := b.refused(b.rewrite(0, "explicit.yaml", "capture: auto", "capture: "+tt.capture))
-			mustSay(t, tt.capture, err, false, tt.want...)
+			b.write("node-a.yaml", strings.Replace(auto, "capture: auto", "capture: "+tt.capture, 1))
+			a := b.launch(0)
+			a.log.await(t, "\tpod captured\t", a.done, `pod="shop/`+tt.served+`"`, `capture="`+tt.capture+`"`)
+			a.log.await(t, "\tpod not captured\t", a.done, append(tt.want, `pod="shop/`+tt.pending+`"`)...)
+			b.stop(0)
 		})
 	}
 }

@@ -266,7 +266,7 @@ func (n *Node) watchCarried(ctx context.Context) {
 				continue
 			}
 			err := l.proxy.Look(l.steerer.sockets)
-			if l.proxy.Evicted() > 0 {
+			if l.proxy.MayComeLate() {
 				err = errors.Join(err, l.steerer.recover(l.proxy))
 			}
 			if err != nil && !errors.Is(err, net.ErrClosed) {

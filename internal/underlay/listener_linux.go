@@ -47,7 +47,7 @@ func (u *Underlay) mark(fd int) error {
 	return nil
 }
 
-// listen applies options to the listening socket, which what it accepts inherits.
+// listen applies options to the listening socket, which what it accepts inherits. The kernel chooses the port if that is 0.
 func (u *Underlay) listen(addr netip.AddrPort, queue int, options ...func(fd int) error) (*Listener, error) {
 	domain, sa := sockaddr(addr)
 	fd, err := u.cfg.Netns.Socket(domain, unix.SOCK_STREAM|unix.SOCK_NONBLOCK, unix.IPPROTO_TCP)
@@ -60,6 +60,13 @@ func (u *Underlay) listen(addr netip.AddrPort, queue int, options ...func(fd int
 			return nil, fmt.Errorf("underlay: listen on %s in netns %s: %w; stop the process that holds the port (ss -ltnp in that namespace names it)", addr, u.cfg.Netns, err)
 		}
 		return nil, fmt.Errorf("underlay: listen on %s in netns %s: %w", addr, u.cfg.Netns, err)
+	}
+	if addr.Port() == 0 {
+		if sa, err = unix.Getsockname(fd); err != nil {
+			unix.Close(fd)
+			return nil, fmt.Errorf("underlay: listen on %s in netns %s: getsockname: %w", addr, u.cfg.Netns, err)
+		}
+		addr = addrPort(sa)
 	}
 	return &Listener{u: u, fd: fd, addr: addr}, nil
 }

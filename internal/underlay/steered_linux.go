@@ -11,10 +11,10 @@ import (
 )
 
 // The addresses of the listeners that connections of applications are steered to are nobody's (RFC 5737, RFC 6666): no application
-// can connect to them.
+// can connect to them. The kernel chooses the ports: an application that listens on all addresses may have any certain one, or want it.
 var (
-	steeredAddr4 = netip.MustParseAddrPort("192.0.2.1:15001")
-	steeredAddr6 = netip.MustParseAddrPort("[100::1]:15001")
+	steeredAddr4 = netip.MustParseAddrPort("192.0.2.1:0")
+	steeredAddr6 = netip.MustParseAddrPort("[100::1]:0")
 )
 
 // steeredBacklog is the kernel's own limit by default (net.core.somaxconn): the SYNs of 5 000 connects at once come in moments.

@@ -1,6 +1,7 @@
 package underlay
 
 import (
+	"net/netip"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -26,6 +27,36 @@ func TestNetnsSteeredListenersHaveNoMark(t *testing.T) {
 	} {
 		if got, err := unix.GetsockoptInt(o.fd, o.level, o.opt); err != nil || got != o.want {
 			t.Errorf("option %d/%d = %d, %v, want %d", o.level, o.opt, got, err, o.want)
+		}
+	}
+}
+
+// Port 15001 is that of another proxy, or of an application that listens on all addresses.
+func TestNetnsSteeredListenersBesideAnApplication(t *testing.T) {
+	u := newUnderlay(t)
+	for _, on := range []netip.AddrPort{
+		netip.AddrPortFrom(netip.IPv4Unspecified(), 15001), // alone, as it takes nothing from IPv6
+		netip.AddrPortFrom(netip.IPv6Unspecified(), 15001),
+	} {
+		application, err := u.Listen(on)
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := u.ListenSteered(true)
+		if err != nil {
+			t.Errorf("beside an application on %s: %v", on, err)
+		} else {
+			for _, l := range s.all() {
+				if port := l.Addr().Port(); port == 0 || port == on.Port() {
+					t.Errorf("beside an application on %s the listener is at %s", on, l.Addr())
+				}
+			}
+			if err := s.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+		}
+		if err := application.Close(t.Context()); err != nil {
+			t.Error(err)
 		}
 	}
 }
