@@ -262,7 +262,13 @@ type CarriedFlow struct {
 func (p *Proxy) Adopt(flows []CarriedFlow, decide bool) int {
 	state := p.cfg.Store.Snapshot()
 	self := state.Local(p.cfg.Client)
-	if p.cfg.Kernel == nil || self == nil {
+	if p.cfg.Kernel == nil {
+		return 0
+	}
+	if decide {
+		p.expectLate() // what was answered by a SYN cookie before
+	}
+	if self == nil {
 		return 0
 	}
 	p.conns.adopt(state, self)
@@ -376,15 +382,17 @@ func (p *Proxy) cut(f stack.Flow, k *carried, cause error, again time.Duration) 
 func (p *Proxy) cutLast(f stack.Flow, k *carried, cause error) {
 	local, remote := k.ends()
 	givenUp := p.cfg.Kernel.GiveUp(f, local, remote)
+	late := givenUp
 	if !givenUp { // it has come to be since
-		if err := p.cfg.Kernel.Destroy(local, remote); err != nil && !errors.Is(err, os.ErrNotExist) {
+		err := p.cfg.Kernel.Destroy(local, remote)
+		if late = err != nil; late && !errors.Is(err, os.ErrNotExist) {
 			p.cfg.Log.Error("connection in the kernel not cut", "flow", f.String(), "error", err.Error())
 		}
 	}
 	if !p.handed.remove(f, k) {
 		return
 	}
-	if givenUp {
+	if late {
 		p.expectLate()
 	}
 	k.Finish(cause)

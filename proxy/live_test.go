@@ -74,8 +74,7 @@ func (b *liveBed) serve(t *testing.T, c *RandomCase) string {
 	case opened > 1:
 		return fmt.Sprintf("%d attempts: %v %v", opened, b.net.dials, b.tunnel.targets)
 	case len(b.net.dials) == 1 && req.answer == "accepted":
-		// To the pod itself it is as inbound ones are.
-		return "passthrough " + strings.TrimPrefix(strings.TrimPrefix(b.net.dials[0], "dial "), fmt.Sprintf("deliver from %v to ", q.From))
+		return "passthrough " + strings.TrimPrefix(b.net.dials[0], "dial ")
 	case len(b.tunnel.targets) == 1:
 		x := b.tunnel.targets[0]
 		if _, err := netip.ParseAddrPort(x.Authority); err == nil && req.answer == "accepted" {

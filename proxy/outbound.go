@@ -201,9 +201,6 @@ func (p *Proxy) openUpstream(ctx context.Context, q *Query, d *Decision, f stack
 	if d.Route == Passthrough {
 		ctx, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.ConnectTimeout)
 		defer cancel()
-		if p.cfg.Local(d.NextHop.Addr()) {
-			return p.cfg.Underlay.Deliver(ctx, f.Src, d.NextHop)
-		}
 		return p.cfg.Underlay.Dial(ctx, d.NextHop)
 	}
 	t := hbone.Target{

@@ -196,6 +196,47 @@ func TestNetnsSteerMarkIsNoSecret(t *testing.T) {
 	})
 }
 
+// A packet socket sees the marks of what leaves by an interface, for which CAP_NET_RAW will do: none has the secret.
+func TestNetnsSteerSecretIsNotOnTheWire(t *testing.T) {
+	t.Parallel()
+	eachBPFMode(t, func(t *testing.T, mode string, pod, remote netip.Addr) {
+		l := newSteeredLab(t, mode, byPort(map[uint16]Way{8080: ToNetwork, 83: ToApplication}))
+		out, in := netip.AddrPortFrom(remote, 8080), netip.AddrPortFrom(pod, 83)
+		server, app := listenerOf(t, l.remote, out, 0), listenerOf(t, l.pod, in, 0)
+		marked := func(mark uint32) *tap {
+			p := startTap(t, l.pod)
+			filter := []unix.SockFilter{
+				{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: 0xfffff000 + 20}, // SKF_AD_OFF + SKF_AD_MARK
+				{Code: unix.BPF_ALU | unix.BPF_AND | unix.BPF_K, K: mark},
+				{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, Jt: 1},
+				{Code: unix.BPF_RET | unix.BPF_K, K: MaxPacket},
+				{Code: unix.BPF_RET | unix.BPF_K},
+			}
+			must(t, unix.SetsockoptSockFprog(p.fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]}))
+			return p
+		}
+		own, secret := marked(testOwn), marked(testSecret)
+		pair := func(listener int, d dial, words string) {
+			t.Helper()
+			must(t, d.wait(t, 3000))
+			fd, _ := accept(t, listener)
+			send(t, d.fd, fd, words)
+			send(t, fd, d.fd, words)
+		}
+		pair(server, startDial(t, l.pod, netip.AddrPort{}, out, func(fd int) error {
+			return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, testOwnSocket)
+		}), "by ztun")
+		pair(server, startDial(t, l.pod, netip.AddrPort{}, out, nil), "handed back")
+		pair(app, startDial(t, l.remote, netip.AddrPort{}, in, nil), "inbound")
+		if found := own.has("by ztun", "handed back", "inbound"); len(found) != 3 { // the positive control
+			t.Errorf("with the own mark there was %q, want all three", found)
+		}
+		if ready(secret.fd, unix.POLLIN, 0) {
+			t.Error("a packet with the secret can be seen")
+		}
+	})
+}
+
 // Of the connections that are older than the capture those of the pod with itself are nobody's business, and who opened the others is told by
 // the SYN, whatever ports they have.
 func TestNetnsHandedBack(t *testing.T) {

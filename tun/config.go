@@ -5,8 +5,8 @@ import "log/slog"
 // DefaultName is the name of the device.
 const DefaultName = "ztun0"
 
-// DefaultMarkMask is the part of a socket or packet mark that ztun uses; the other bits stay free for others. It is the
-// mask that istio-cni and ztunnel use.
+// DefaultMarkMask is the part of a socket or packet mark that ztun's rules look at. It is the
+// mask that istio-cni and ztunnel use. Of ztun's own connections BPF looks at the whole mark: who sets other bits of it on their way has them dropped.
 const DefaultMarkMask = 0xfff
 
 // ApplicationMark is the bit of marks that tells the sockets of applications whose connections the kernel carries from ztun's own, where
@@ -24,8 +24,8 @@ type Marks struct {
 	Secret  uint32 // further bits, outside of OwnMask and ApplicationMark, that no application's socket has; may be 0
 }
 
-// OwnSocket is the whole mark of ztun's own sockets, but of those that connect to a program in the netns: it would accept a socket with the same
-// mark.
+// OwnSocket is the whole mark of ztun's own sockets that connect to the outside. Those that listen, and those that connect to a socket in the netns,
+// are without the secret: programs there would see it.
 func (m Marks) OwnSocket() uint32 { return m.Own | m.Secret }
 
 // Config says what to capture, and where.

@@ -20,7 +20,6 @@ const (
 	markVarDeliverMark = "deliver_mark"
 	markVarOwnMark     = "own_mark"
 	markVarOwnMask     = "own_mask"
-	markVarSecret      = "secret"
 )
 
 // loadMark returns the embedded CollectionSpec for mark.
@@ -81,7 +80,6 @@ type markVariableSpecs struct {
 	DeliverMark *ebpf.VariableSpec `ebpf:"deliver_mark"`
 	OwnMark     *ebpf.VariableSpec `ebpf:"own_mark"`
 	OwnMask     *ebpf.VariableSpec `ebpf:"own_mask"`
-	Secret      *ebpf.VariableSpec `ebpf:"secret"`
 }
 
 // markObjects contains all objects after they have been loaded into the kernel.
@@ -117,7 +115,6 @@ type markVariables struct {
 	DeliverMark *ebpf.Variable `ebpf:"deliver_mark"`
 	OwnMark     *ebpf.Variable `ebpf:"own_mark"`
 	OwnMask     *ebpf.Variable `ebpf:"own_mask"`
-	Secret      *ebpf.Variable `ebpf:"secret"`
 }
 
 // markPrograms contains all programs after they have been loaded into the kernel.

@@ -73,7 +73,7 @@ func loadMarkProgram(m Marks) (*ebpf.Program, error) {
 	if err := spec.Assign(&variables); err != nil {
 		return nil, fmt.Errorf("program %s: %w", ingressFilter.name, err)
 	}
-	if err := errors.Join(variables.OwnMark.Set(m.Own), variables.OwnMask.Set(m.OwnMask), variables.DeliverMark.Set(m.Deliver), variables.Secret.Set(m.Secret)); err != nil {
+	if err := errors.Join(variables.OwnMark.Set(m.Own), variables.OwnMask.Set(m.OwnMask), variables.DeliverMark.Set(m.Deliver)); err != nil {
 		return nil, fmt.Errorf("program %s: %w", ingressFilter.name, err)
 	}
 	var programs markPrograms

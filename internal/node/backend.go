@@ -96,6 +96,7 @@ func (n *Node) openTUN(ctx context.Context, l *pipeline, spec *podSpec, u *under
 	if err != nil {
 		return nil, err
 	}
+	u.SetLocal(b.device.Local)
 	var (
 		steerer stack.Steerer
 		kernel  proxy.Kernel

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -106,23 +107,36 @@ func TestNetnsStateDirectoryCannotBeMade(t *testing.T) {
 	})
 }
 
-// If one pod cannot be served none is.
+// A pod whose port is taken cannot be served: if it is the only one, or so it is with all, the start fails; else the others are served, and it is as soon
+// as the port is free.
 func TestNetnsPortTaken(t *testing.T) { t.Run("DP-136", checkPortTaken) }
 
 func checkPortTaken(t *testing.T) {
 	b := newBed(t)
-	for i, name := range []string{"client", "other"} {
-		unchanged(t, b.pods[:2], func() {
-			l, err := b.pods[i].Listen("tcp", "[::]:15008")
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer l.Close()
-			err = b.refused(b.file(0))
-			mustSay(t, name, err, false, "pod shop/"+name, "15008", "address already in use", "ss -ltnp")
-		})
+	take := func(i int) net.Listener {
+		l, err := b.pods[i].Listen("tcp", "[::]:15008")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return l
 	}
-	b.start(0) // and now it starts
+	unchanged(t, b.pods[:2], func() {
+		defer take(0).Close()
+		defer take(1).Close()
+		mustSay(t, "all pods", b.refused(b.file(0)), false, "pod shop/client", "15008", "address already in use", "ss -ltnp")
+	})
+	l := take(1)
+	p := b.launch(0)
+	p.log.await(t, "pod not captured", p.done, "shop/other", "15008", "address already in use", "ss -ltnp")
+	if why := strings.Join(p.node.pendingPods(), "; "); !strings.Contains(why, "shop/other") || strings.Contains(why, "shop/client") {
+		t.Errorf("pending is %q, want shop/other alone", why)
+	}
+	b.serve(b.pods[plainB], 8080, who)
+	if _, err := b.ask(b.pods[clientA], each(b.pods[plainB], 8080)[0]); err != nil {
+		t.Errorf("the other pod: %v", err)
+	}
+	l.Close()
+	p.log.await(t, "the pod is not pending any more", p.done, "shop/other")
 }
 
 func TestNetnsWithoutPrivilege(t *testing.T) {

@@ -48,7 +48,7 @@ func TestNetnsPodThatIsLostStaysClosedAndAlone(t *testing.T) {
 	if _, err := b.ask(b.pods[otherA], addrPort(b.pods[plainB].Addr4, 9100)); err != nil {
 		t.Errorf("another pod of the node is not served any more: %v", err)
 	}
-	a.log.await(t, "pod captured again", a.done, "shop/client")
+	a.log.await(t, "the pod is not pending any more", a.done, "shop/client")
 	eventually(t, 5*time.Second, "ready again", a.node.readiness.Ready)
 	if _, err := b.ask(b.pods[clientA], addrPort(b.pods[plainB].Addr4, 9100)); err != nil {
 		t.Errorf("after it was captured again: %v", err)
@@ -82,7 +82,7 @@ func TestNetnsRestartThatOnePodHinders(t *testing.T) {
 		}
 	}
 	l.Close()
-	a.log.await(t, "pod captured again", a.done, "shop/other")
+	a.log.await(t, "the pod is not pending any more", a.done, "shop/other")
 	if _, err := b.ask(b.pods[otherA], addrPort(b.pods[plainB].Addr4, 9100)); err != nil {
 		t.Errorf("after the port was free again: %v", err)
 	}

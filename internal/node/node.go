@@ -327,7 +327,7 @@ func (n *Node) run(ctx context.Context) error {
 	if err == nil {
 		debug.FreeOSMemory() // what only the start has needed
 		n.gate.start()
-		n.log.Info("ready", "pods", len(n.pods), "workers", n.workers, "workloads", len(n.store.Snapshot().State().Workloads))
+		n.log.Info("ready", "pods", len(n.pods), "pending", len(n.pendingPods()), "workers", n.workers, "workloads", len(n.store.Snapshot().State().Workloads))
 		<-ctx.Done()
 		n.gate.close()
 	}
@@ -398,7 +398,7 @@ const retryPod = 5 * time.Second
 // notCaptured makes a pod pending.
 func (n *Node) notCaptured(p *pod, err error) {
 	p.set(nil, err)
-	p.log.Warn("pod not captured", "error", err.Error(), "next_try", retryPod.String())
+	p.log.Warn("pod not captured: it stays as it was found", "error", err.Error(), "next_try", retryPod.String())
 }
 
 // supervise serves a pod until ctx ends. A pod whose capture fails, of which others notice nothing, stays closed until it is
@@ -429,7 +429,7 @@ func (n *Node) captureLater(ctx context.Context, p *pod) bool {
 		}
 		err := n.startPod(ctx, p)
 		if err == nil {
-			p.log.Info("pod captured again")
+			p.log.Info("the pod is not pending any more")
 			n.gate.check()
 			return true
 		}

@@ -40,6 +40,7 @@ func checkSilentPeers(t *testing.T, b *bed) {
 	count := func() held {
 		return held{openFiles(t), runtime.NumGoroutine(), a.node.group.Stats(), z.node.group.Stats()}
 	}
+	eventually(t, 10*time.Second, "all listeners", func() bool { return a.node.group.Stats().Watches > 0 && z.node.group.Stats().Watches > 0 })
 	before := count()
 
 	accepted := make(chan net.Conn, 2*silent)

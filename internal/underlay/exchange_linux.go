@@ -23,7 +23,7 @@ func (u *Underlay) Exchange(ctx context.Context, server netip.AddrPort, msg, buf
 		return nil, err
 	}
 	defer unix.Close(fd)
-	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(u.cfg.Marks.OwnSocket())); err != nil {
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(u.ownMark(server.Addr()))); err != nil {
 		return nil, fmt.Errorf("underlay: %w", markError(err))
 	}
 	if err := unix.Connect(fd, sa); err != nil {

@@ -39,9 +39,9 @@ func (u *Underlay) listenApplications(addr netip.AddrPort) (*Listener, error) {
 	return u.listen(addr, backlog, u.mark, u.tune)
 }
 
-// mark gives a socket our mark.
+// mark gives a listening socket our mark, without the secret: the pod's programs may connect to it, and see the mark of what it answers.
 func (u *Underlay) mark(fd int) error {
-	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(u.cfg.Marks.OwnSocket())); err != nil {
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(u.cfg.Marks.Own)); err != nil {
 		return markError(err)
 	}
 	return nil

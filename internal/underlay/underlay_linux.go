@@ -35,7 +35,22 @@ type Config struct {
 }
 
 // An Underlay makes sockets in one network namespace.
-type Underlay struct{ cfg Config }
+type Underlay struct {
+	cfg   Config
+	local func(netip.Addr) bool // nil: not known
+}
+
+// SetLocal says which addresses are the pod's own. It is called before anything is connected.
+func (u *Underlay) SetLocal(local func(netip.Addr) bool) { u.local = local }
+
+// ownMark is that of a socket that connects to dst. It is without the secret where that is in the pod: what a program accepts gets the mark of the
+// SYN, which it can read, and so can who listens to packets of the loopback interface.
+func (u *Underlay) ownMark(dst netip.Addr) uint32 {
+	if dst.IsLoopback() || u.local != nil && u.local(dst) {
+		return u.cfg.Marks.Own
+	}
+	return u.cfg.Marks.OwnSocket()
+}
 
 // New checks the configuration.
 func New(cfg Config) (*Underlay, error) {
@@ -53,7 +68,7 @@ const notSentLowat = 128 << 10
 
 // Dial connects to dst past the capture, from the pod's own address. Errors are those of connect(2), wrapped.
 func (u *Underlay) Dial(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) {
-	c, err := u.dial(ctx, dst, u.cfg.Marks.OwnSocket(), nil)
+	c, err := u.dial(ctx, dst, u.ownMark(dst.Addr()), nil)
 	if err != nil {
 		return nil, fmt.Errorf("underlay: connect %s: %w", dst, err)
 	}
@@ -62,7 +77,7 @@ func (u *Underlay) Dial(ctx context.Context, dst netip.AddrPort) (loop.Conn, err
 
 // DialPeer is Dial for tunnels: data that the peer does not acknowledge ends the connection.
 func (u *Underlay) DialPeer(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) {
-	c, err := u.dial(ctx, dst, u.cfg.Marks.OwnSocket(), u.tuneTunnel)
+	c, err := u.dial(ctx, dst, u.ownMark(dst.Addr()), u.tuneTunnel)
 	if err != nil {
 		return nil, fmt.Errorf("underlay: connect %s: %w", dst, err)
 	}
@@ -89,17 +104,7 @@ func (u *Underlay) DialLoopback(ctx context.Context, dst netip.AddrPort) (loop.C
 	if !dst.Addr().IsLoopback() {
 		return nil, fmt.Errorf("underlay: connect %s: not a loopback address", dst)
 	}
-	return u.dialInside(ctx, dst)
-}
-
-// dialInside connects to a program of the pod, from the pod's own address. What accepts the connection gets the mark of its SYN, which its
-// program can read: it is without the secret.
-func (u *Underlay) dialInside(ctx context.Context, dst netip.AddrPort) (loop.Conn, error) {
-	c, err := u.dial(ctx, dst, u.cfg.Marks.Own, nil)
-	if err != nil {
-		return nil, fmt.Errorf("underlay: connect %s: %w", dst, err)
-	}
-	return c, nil
+	return u.Dial(ctx, dst)
 }
 
 // Ports that deliveries are made from: below the ephemeral range, because the client uses those. A delivery with the client's
@@ -115,7 +120,7 @@ const (
 // connection comes from the pod's own address.
 func (u *Underlay) Deliver(ctx context.Context, client, dst netip.AddrPort) (loop.Conn, error) {
 	if u.cfg.OwnSource || client.Addr() == dst.Addr() || client.Addr().Is4() != dst.Addr().Is4() {
-		return u.dialInside(ctx, dst)
+		return u.Dial(ctx, dst)
 	}
 	var c *Conn
 	var err error

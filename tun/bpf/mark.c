@@ -28,7 +28,6 @@
 volatile const __u32 own_mark = 0x539; // replaced when the program is loaded
 volatile const __u32 own_mask = 0xfff;
 volatile const __u32 deliver_mark = 0x111;
-volatile const __u32 secret = 0; // bits outside of own_mask that only ztun's own sockets have
 
 // Offsets are relative to the network header, which is right with and without a link-layer header.
 static __always_inline bool load(struct __sk_buff *skb, __u32 off, void *to, __u32 len)
@@ -74,7 +73,7 @@ int ztun_mark(struct __sk_buff *skb)
 	if (!sk)
 		return TC_ACT_UNSPEC;
 	mark = sk->mark & own_mask;
-	if (sk->state == BPF_TCP_LISTEN ? sk->mark == (own_mark | secret) : mark != deliver_mark)
+	if (mark == own_mark || (sk->state != BPF_TCP_LISTEN && mark != deliver_mark))
 		skb->mark = own_mark;
 	bpf_sk_release(sk);
 	return TC_ACT_UNSPEC;

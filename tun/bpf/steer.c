@@ -144,9 +144,9 @@ int ztun_ingress(struct __sk_buff *skb)
 	return ingress(skb, own_mark);
 }
 
-// application_guard looks at what has ztun's own mark and is not of ztun's own sockets: of connections that the kernel carries. None of them begins
-// here, but those that ztun_sockets has begun. Any other SYN is of a socket whose program has dissolved such a connection while no
-// program was there to take the mark away, or has given the mark to it.
+// application_guard looks at what has ztun's own mark without the secret: it is of an application's socket whose connection the kernel carries. A SYN
+// passes only if begin has noted its destination and ports. Any other is of a socket whose connection was dissolved while ztun_sockets
+// was not there to take the mark away, or to which its program has given the mark.
 static __always_inline int application_guard(struct __sk_buff *skb)
 {
 	struct flow f = {};
@@ -177,8 +177,10 @@ static __always_inline int application_guard(struct __sk_buff *skb)
 SEC("tc")
 int ztun_guard(struct __sk_buff *skb)
 {
-	if (skb->mark == (own_mark | secret))
+	if (skb->mark == (own_mark | secret)) {
+		skb->mark = own_mark; // who listens on the interface is not to see it
 		return TC_ACT_UNSPEC;
+	}
 	if ((skb->mark & own_mask) == own_mark)
 		return application_guard(skb);
 	return unmarked_guard(skb);
@@ -483,7 +485,7 @@ static __always_inline int sockets(struct bpf_sock_ops *ctx, bool btf)
 		if (!bpf_map_lookup_elem(&captured, &cookie))
 			return 1;
 		m = sk->mark & own_mask;
-		// ztun's own, which the delivery mark does not help to leave.
+		// ztun's own. With the delivery mark none leaves the pod.
 		if (sk->mark == (own_mark | secret) || (sk->mark & (own_mask | APPLICATION)) == deliver_mark)
 			return 1;
 		if ((sk->mark & APPLICATION) || m == own_mark)

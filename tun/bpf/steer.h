@@ -34,7 +34,7 @@ volatile const __u64 netns_cookie = 0; // of the netns of ztun_device and ztun_l
 // APPLICATION tells the sockets of applications that have one of ztun's marks from ztun's own. A socket keeps its mark when its program
 // dissolves the connection, connect(AF_UNSPEC), for which it needs no privilege: the next connection is none that was decided about. Its program can
 // read the mark, too, and with CAP_NET_RAW give it to others. So what begins a connection goes by the secret, which no application's
-// socket has. Both are outside of own_mask, so that no rule looks at them.
+// socket has, and no packet where a program could look at it. Both are outside of own_mask, so that no rule looks at them.
 #define APPLICATION 0x80000000
 
 // Ways, as in tun.Way.
@@ -60,6 +60,9 @@ struct decision {
 	__u32 interface; // index of the one that TO_NETWORK leads to, or 0
 	__u64 at;        // CLOCK_MONOTONIC, ns
 };
+
+// What ztun listens on for tunnels. Its mark any program can see, the port none can have beside it.
+#define LISTENER_PORT 15008
 
 // What was decided about flows that have not come to be yet. It is of the LRU kind so that no flood of them can keep others
 // out; one that is pushed out fails.
@@ -146,7 +149,7 @@ static __always_inline struct bpf_sock *listener(struct __sk_buff *skb, const st
 	return socket_of(skb, f, 0);
 }
 
-// Deliveries come from ports that the kernel does not choose for clients, up to this one.
+// Deliveries come from ports that the kernel does not choose for clients, up to this one: lastDeliveryPort of internal/underlay.
 #define LAST_DELIVERY 32767
 
 // is_local_leg reports whether f is of a socket of the application whose other end is ztun: of a connection through the mesh, or of a delivery, which
@@ -192,7 +195,7 @@ static __always_inline int ingress(struct __sk_buff *skb, __u32 mark)
 	sk = listener(skb, &f);
 	if (!sk)
 		return TC_ACT_UNSPEC;
-	if (sk->state == BPF_TCP_LISTEN && sk->mark == (own_mark | secret))
+	if (sk->state == BPF_TCP_LISTEN && (sk->mark & (own_mask | APPLICATION)) == own_mark && f.dport == bpf_htons(LISTENER_PORT))
 		skb->mark = own_mark;
 	bpf_sk_release(sk);
 	return TC_ACT_UNSPEC;

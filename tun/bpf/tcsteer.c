@@ -221,8 +221,10 @@ static __always_inline int application_guard(struct __sk_buff *skb)
 SEC("tc")
 int ztun_guard(struct __sk_buff *skb)
 {
-	if (skb->mark == (own_mark | secret))
+	if (skb->mark == (own_mark | secret)) {
+		skb->mark = own_mark; // who listens on the interface is not to see it
 		return TC_ACT_UNSPEC;
+	}
 	if ((skb->mark & own_mask) == own_mark)
 		return application_guard(skb);
 	return unmarked_guard(skb);
