@@ -340,6 +340,7 @@ func anonymousState(a *replay.Anonymizer, cfg *node.ReplayConfig) (d stateDump) 
 		{"clusterDomain", a.Text(strings.ToLower(cfg.ClusterDomain))},
 		{"preferedServiceNamespace", a.Text(cfg.PreferredNamespace)},
 		{"unknownPolicy", unknown},
+		{"ipv6Enabled", strconv.FormatBool(!cfg.NoIPv6)},
 	}
 	return d
 }
@@ -435,6 +436,7 @@ func (f *replayFlags) config(stdin io.Reader, args []string) (*node.ReplayConfig
 	}
 	cfg.Network, cfg.ClusterDomain = settings["network"], settings["clusterDomain"]
 	cfg.PreferredNamespace, cfg.AllowUnknownPolicy = settings["preferedServiceNamespace"], settings["unknownPolicy"] == "allow"
+	cfg.NoIPv6 = settings["ipv6Enabled"] == "false"
 	if f.netSet {
 		cfg.Network = f.network
 	}

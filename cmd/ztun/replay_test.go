@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+
+	"ztun.dev/ztun/internal/workload"
 )
 
 const replaySamples = "../../testdata/replay"
@@ -605,6 +607,64 @@ func TestReplayAnonymizedNetwork(t *testing.T) {
 	}
 	if bytes.Contains(b, []byte("Blue")) || bytes.Contains(b, []byte("blue")) || !bytes.Contains(b, []byte(`"clusterDomain"`)) {
 		t.Errorf("the state is\n%s", b)
+	}
+}
+
+// A node that does not serve IPv6 has no AAAA for services: by the settings of its dump, and still when that is anonymized.
+func TestReplayOfANodeWithoutIPv6(t *testing.T) {
+	mesh, capture := filepath.Join(replaySamples, "mesh.yaml"), filepath.Join(replaySamples, "dns.pcap")
+	data, err := os.ReadFile(mesh)
+	if err != nil {
+		t.Fatal(err)
+	}
+	st, err := workload.ParseStatic(mesh, data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, tt := range []struct {
+		enabled string
+		want    int // addresses
+	}{{"true", 1}, {"false", 0}} {
+		t.Run("ipv6Enabled="+tt.enabled, func(t *testing.T) {
+			d := stateDump{Dump: workload.NewDump(workload.NewSnapshot(st))}
+			d.Config.Settings = []dumpSetting{{"ipv6Enabled", tt.enabled}}
+			data, err := json.Marshal(d)
+			if err != nil {
+				t.Fatal(err)
+			}
+			state, file := filepath.Join(t.TempDir(), "dump.json"), filepath.Join(t.TempDir(), "anonymous.pcapng")
+			if err := os.WriteFile(state, data, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if stdout, stderr, code := replayed(t, "--state", state, "--anonymize", file, capture); code != exitOK {
+				t.Fatalf("exit code %d, stdout %s, stderr %s", code, stdout, stderr)
+			}
+			for _, args := range [][]string{{state, capture}, {file + ".state.json", file}} {
+				stdout, stderr, code := replayed(t, "-o", "json", "--state", args[0], args[1])
+				if code != exitOK {
+					t.Fatalf("%s: exit code %d, stderr %s", args, code, stderr)
+				}
+				asked := 0
+				for line := range strings.SplitSeq(strings.TrimSpace(stdout), "\n") {
+					var r struct {
+						Query, By string
+						Answers   []string
+					}
+					if err := json.Unmarshal([]byte(line), &r); err != nil {
+						t.Fatal(err)
+					}
+					if r.Query != "AAAA" {
+						continue
+					}
+					if asked++; r.By != "mesh" || len(r.Answers) != tt.want {
+						t.Errorf("%s: answered by %s: %v, want %d addresses", args[1], r.By, r.Answers, tt.want)
+					}
+				}
+				if asked == 0 {
+					t.Errorf("%s: no question for AAAA in\n%s", args[1], stdout)
+				}
+			}
+		})
 	}
 }
 

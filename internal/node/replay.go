@@ -34,6 +34,7 @@ type ReplayConfig struct {
 	Network            string // of the node
 	ClusterDomain      string // "": cluster.local
 	PreferredNamespace string // whose services win in DNS
+	NoIPv6             bool   // DNS has no AAAA for services
 	AllowUnknownPolicy bool
 
 	// Local are the addresses of the pods that are served; empty: those of all workloads of the state that speak HBONE. A flow is
@@ -307,7 +308,7 @@ func (r *replayRun) proxyOf(p *replayPod) *proxy.Proxy {
 		return p.proxy
 	}
 	dns, err := dnsproxy.New(dnsproxy.Config{
-		Store: &r.store, Network: r.cfg.Network, ClusterDomain: r.cfg.ClusterDomain, PreferredNamespace: r.cfg.PreferredNamespace,
+		Store: &r.store, Network: r.cfg.Network, ClusterDomain: r.cfg.ClusterDomain, PreferredNamespace: r.cfg.PreferredNamespace, NoIPv6: r.cfg.NoIPv6,
 		Upstream: r.player.Resolver(), Now: r.manual.Group().Now, Rand: r.next, Log: r.cfg.Log,
 	})
 	if err == nil {
