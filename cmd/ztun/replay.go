@@ -501,20 +501,25 @@ func (f *replayFlags) choices(cfg *node.ReplayConfig) (err error) {
 	return err
 }
 
-// pace waits until it is time for a packet, by the first one that comes. One that is more than a minute earlier than the one before begins a
-// time of its own.
-func pace(speed float64) func(context.Context, int64) error {
+// pace waits until it is time for a packet, by the first one that comes. Time passes as on the clock of a replay.Player: a long gap is
+// shortened, and a packet that is much earlier than one before it, or the first of a capture from another time, begins a time of its own.
+func pace(speed float64) func(ctx context.Context, t int64, first bool) error {
 	var began time.Time
-	var first, last int64
-	return func(ctx context.Context, t int64) error {
+	var origin, latest int64 // when it would have begun; the packet that came last by its time
+	return func(ctx context.Context, t int64, first bool) error {
+		step := time.Duration(t - latest)
 		switch {
 		case began.IsZero():
-			began, first = time.Now(), t
-		case t < last-int64(time.Minute):
-			first += t - last
+			began, origin = time.Now(), t
+		case first && (step < 0 || step > replay.MaxGap), step < -replay.MaxBack:
+			origin += int64(step)
+		case step < 0:
+			t = latest
+		case step > replay.MaxGap:
+			origin += int64(step - replay.MaxGap)
 		}
-		last = t
-		wait := time.Duration(float64(t-first)/speed) - time.Since(began)
+		latest = t
+		wait := time.Duration(float64(t-origin)/speed) - time.Since(began)
 		if wait <= 0 {
 			return nil
 		}

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
@@ -377,21 +378,49 @@ func TestReplayOfBadInput(t *testing.T) {
 	})
 }
 
-// The speed of the capture's clock: what is far ahead is waited for.
+// The speed of the capture's clock: what is ahead is waited for, but not longer than that clock goes on.
 func TestReplayWaits(t *testing.T) {
-	t.Run("T1", func(t *testing.T) {
-		ctx, cancel := context.WithCancelCause(t.Context())
-		cancel(errors.New("waited"))
-		wait := pace(1)
-		for _, tt := range []struct {
-			at   time.Duration
-			want string
-		}{{24 * time.Hour, "<nil>"}, {24*time.Hour - time.Second, "<nil>"}, {0, "<nil>"}, {time.Hour, "waited"}} { // the first, earlier ones, and one an hour later
-			if err := wait(ctx, int64(tt.at)); fmt.Sprint(err) != tt.want {
-				t.Errorf("packet at %v: %v, want %s", tt.at, err, tt.want)
-			}
-		}
-	})
+	type packet struct {
+		at    time.Duration // by its time
+		first bool          // of a capture
+		want  time.Duration // since the first of all
+	}
+	const day = 24 * time.Hour
+	for _, tt := range []struct {
+		name    string
+		speed   float64
+		packets []packet
+	}{
+		{"as it was recorded", 1, []packet{{day, true, 0}, {day + time.Second, false, time.Second}, {day + time.Hour, false, time.Hour}}},
+		{"twice as fast", 2, []packet{{day, true, 0}, {day + time.Hour, false, time.Hour / 2}}},
+		{"packets out of order", 1, []packet{{day, true, 0}, {day + 30*time.Second, false, 30 * time.Second}, {day, false, 30 * time.Second}, {day + time.Minute, false, time.Minute}}},
+		{"the clock was set back", 1, []packet{{day, true, 0}, {0, false, 0}, {time.Hour, false, time.Hour}}},
+		{"a gap of a year", 1, []packet{{0, true, 0}, {365 * day, false, day}, {365*day + time.Second, false, day + time.Second}}},
+		{"a gap of a year, a thousand times as fast", 1000, []packet{{0, true, 0}, {365 * day, false, day / 1000}, {366 * day, false, day / 500}}},
+		{"one packet with a time in the future", 1, []packet{{0, true, 0}, {3650 * day, false, day}, {time.Second, false, day}, {2 * time.Second, false, day + time.Second}}},
+		{"a capture that follows", 1, []packet{{0, true, 0}, {time.Hour, true, time.Hour}}},
+		{"a capture of a year later", 1, []packet{{0, true, 0}, {365 * day, true, 0}, {365*day + time.Second, false, time.Second}}},
+		{"a capture of a second earlier", 1, []packet{{time.Second, true, 0}, {0, true, 0}, {time.Second, false, time.Second}}},
+	} {
+		t.Run("T1/"+tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				wait, began := pace(tt.speed), time.Now()
+				for i, p := range tt.packets {
+					if err := wait(t.Context(), int64(p.at), p.first); err != nil {
+						t.Fatal(err)
+					}
+					if got := time.Since(began); got != p.want {
+						t.Errorf("packet %d, of %v: after %v, want %v", i, p.at, got, p.want)
+					}
+				}
+				ctx, cancel := context.WithCancelCause(t.Context())
+				cancel(errors.New("waited"))
+				if err := wait(ctx, int64(tt.packets[len(tt.packets)-1].at+time.Hour), false); err == nil || err.Error() != "waited" {
+					t.Errorf("a wait that is over: %v", err)
+				}
+			})
+		})
+	}
 }
 
 // A replay that keeps time shows what has happened, and when it is interrupted it tells of the rest and keeps its files.

@@ -45,9 +45,10 @@ type ReplayConfig struct {
 	Emit   func(r ReplayRecord) error // is given each flow and each DNS question once it is over
 	Log    *slog.Logger               // nil: nothing is logged
 
-	Compare *workload.State                          // another state, in the same run
-	Differ  func(a, b ReplayRecord) error            // is given each pair whose outcome is not the same; one is nil if only the other state has it
-	Wait    func(ctx context.Context, t int64) error // until it is time for a packet; nil: no wait
+	Compare *workload.State               // another state, in the same run
+	Differ  func(a, b ReplayRecord) error // is given each pair whose outcome is not the same; one is nil if only the other state has it
+
+	Wait func(ctx context.Context, t int64, first bool) error // until it is time for a packet, which may be the first of a capture; nil: no wait
 
 	Peer      replay.Peer
 	Replies   []byte
@@ -131,13 +132,13 @@ func playAll(ctx context.Context, cfg *ReplayConfig, runs []*replayRun, compared
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
+		begins := cfg.Source.Captures() != captures
+		captures = cfg.Source.Captures()
 		if cfg.Wait != nil {
-			if err := cfg.Wait(ctx, c.Time); err != nil {
+			if err := cfg.Wait(ctx, c.Time, begins); err != nil {
 				return err
 			}
 		}
-		begins := cfg.Source.Captures() != captures
-		captures = cfg.Source.Captures()
 		for _, r := range runs {
 			if err := errors.Join(r.player.Play(c, begins), r.err); err != nil {
 				return err
