@@ -48,7 +48,7 @@ A CAPTURE is a file (pcap or pcapng, also gzip), a directory, or - for standard 
 /config_dump has answered. With --compare the flows are told that another state would treat differently.
 
 Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could not be used in whole, or on an interrupt; the rest is told all the
-same.`,
+same. An interrupt of --anonymize leaves nothing: 1.`,
 		Example: `  ztun replay --state mesh.yaml in.pcap
   ztun replay --state mesh.yaml --compare new.yaml --local 10.10.1.2 in.pcap
   ztun replay --state mesh.yaml -o json in.pcap > golden.jsonl

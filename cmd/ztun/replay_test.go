@@ -478,6 +478,9 @@ func TestReplayIsInterrupted(t *testing.T) {
 		cancel()
 		dir := t.TempDir()
 		var out, errs bytes.Buffer
+		if help := newReplay().Long; !strings.Contains(help, fmt.Sprintf("An interrupt of --anonymize leaves nothing: %d.", exitFailure)) {
+			t.Errorf("the help does not say what an interrupt does:\n%s", help)
+		}
 		args := []string{"replay", "--state", filepath.Join(replaySamples, "mesh.yaml"), "--anonymize", filepath.Join(dir, "a.pcapng"), dns}
 		if code := run(ctx, args, nil, &out, &errs); code != exitFailure || !strings.Contains(errs.String(), "context canceled") {
 			t.Errorf("exit code %d, stderr %s", code, &errs)
