@@ -132,7 +132,7 @@ func printReport(r *explain.Report, err error, o output, w io.Writer) error {
 func (f *explainFlags) printMatrix(m explain.Mesh, o output, w io.Writer) error {
 	var sources []*workload.Workload
 	for _, w := range m.State.State().Workloads {
-		if w.Protocol == workload.ProtocolHBONE { // nobody captures the others
+		if m.InMesh(w) { // nobody captures the others
 			sources = append(sources, w)
 		}
 	}
@@ -220,11 +220,38 @@ func (f *explainFlags) mesh(ctx context.Context) (m explain.Mesh, err error) {
 	m = explain.Mesh{
 		State: workload.NewSnapshot(st), Network: settings["network"], AllowUnknown: settings["unknownPolicy"] == "allow",
 		ClusterDomain: settings["clusterDomain"], PreferredNamespace: settings["preferedServiceNamespace"], NoIPv6: settings["ipv6Enabled"] == "false",
+		Served: servedPods(data),
 	}
 	if f.netSet {
 		m.Network = f.network
 	}
 	return m, nil
+}
+
+// servedPods reports whether a workload is a pod that is served by the node whose dump this is; nil: it names none.
+func servedPods(data []byte) func(*workload.Workload) bool {
+	var dump struct {
+		Pods map[string]struct {
+			State string `json:"state"`
+			Info  struct {
+				Name      string `json:"name"`
+				Namespace string `json:"namespace"`
+			} `json:"info"`
+		} `json:"workloadState"`
+	}
+	if json.Unmarshal(data, &dump) != nil {
+		return nil // a mesh state file
+	}
+	served := make(map[string]bool)
+	for _, p := range dump.Pods {
+		if p.State != "Pending" {
+			served[p.Info.Namespace+"/"+p.Info.Name] = true
+		}
+	}
+	if len(served) == 0 {
+		return nil
+	}
+	return func(w *workload.Workload) bool { return served[w.Namespace+"/"+w.Name] }
 }
 
 // parseState reads a dump, with the node's settings, or a static state.

@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -93,6 +94,60 @@ func TestExplainHasARunningZtunAnswer(t *testing.T) {
 		}
 		if len(asked) != 1 || asked[0] != tt.question {
 			t.Errorf("%q asks %+v, want %+v", tt.args, asked, tt.question)
+		}
+	}
+}
+
+// The tables of a running ztun know which pods it serves, also those that are not in the mesh by the state. One that is pending it does not.
+func TestExplainTablesOfServedPods(t *testing.T) {
+	const dump = `{"staticConfig": {}, "config": {"settings": []}, "policies": [],
+		"services": [{"name": "web", "namespace": "shop", "hostname": "web.shop.svc.cluster.local", "vips": ["/10.96.0.10"], "ports": {"80": 8080}}],
+		"workloads": [
+			{"uid": "a", "name": "served", "namespace": "shop", "serviceAccount": "served", "workloadIps": ["10.1.0.1"], "authorizationPolicies": ["shop/missing"]},
+			{"uid": "b", "name": "pending", "namespace": "shop", "serviceAccount": "pending", "workloadIps": ["10.1.0.2"]},
+			{"uid": "c", "name": "other", "namespace": "shop", "serviceAccount": "other", "workloadIps": ["10.1.0.3"]}],
+		"workloadState": {
+			"1": {"state": "Up", "info": {"name": "served", "namespace": "shop", "serviceAccount": "served"}, "connections": {}},
+			"2": {"state": "Pending", "info": {"name": "pending", "namespace": "shop", "serviceAccount": "pending"}}}}`
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path != "/config_dump" {
+			w.WriteHeader(http.StatusNotFound)
+			return
+		}
+		_, _ = w.Write([]byte(dump))
+	}))
+	defer s.Close()
+	file := filepath.Join(t.TempDir(), "dump.json")
+	if err := os.WriteFile(file, []byte(dump), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	const outside = "allow     the destination is not in the mesh: nobody enforces policy\n"
+	for _, tt := range []struct {
+		name string
+		args []string
+		want []string
+		not  string
+	}{
+		{"what they send", []string{"--matrix"}, []string{"\nshop/served  10.96.0.10:80  web.shop.svc.cluster.local  refused: "}, "shop/pending"},
+		{"what one gets", []string{"--inbound", "--matrix", "--to", "shop/served:80"}, []string{"\nspiffe://cluster.local/ns/shop/sa/served  80    deny ", "\n(plaintext)                               80    deny "}, outside},
+		{"what one gets that is pending", []string{"--inbound", "--matrix", "--to", "shop/pending:80"}, []string{"\n(plaintext)                               80    " + outside}, "deny"},
+		{"one flow, by another network", []string{"--network", "", "--inbound", "--from", "shop/other", "--to", "shop/served:80"}, []string{"\nverdict     denied: "}, "nobody enforces"},
+	} {
+		for flag, value := range map[string]string{"--admin": strings.TrimPrefix(s.URL, "http://"), "--state": file} {
+			t.Run(tt.name+" "+flag, func(t *testing.T) {
+				var stdout, stderr bytes.Buffer
+				if code := run(t.Context(), append([]string{"explain", flag, value}, tt.args...), nil, &stdout, &stderr); code != 0 {
+					t.Fatalf("ends with %d: %s", code, &stderr)
+				}
+				for _, want := range tt.want {
+					if !strings.Contains(stdout.String(), want) {
+						t.Errorf("no %q in\n%s", want, &stdout)
+					}
+				}
+				if strings.Contains(stdout.String(), tt.not) {
+					t.Errorf("%q in\n%s", tt.not, &stdout)
+				}
+			})
 		}
 	}
 }

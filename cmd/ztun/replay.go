@@ -48,7 +48,7 @@ A CAPTURE is a file (pcap or pcapng, also gzip), a directory, or - for standard 
 /config_dump has answered. With --compare the flows are told that another state would treat differently.
 
 Exit codes: 3 if something differs (--expect, --compare), 4 if a capture could not be used in whole, or on an interrupt; the rest is told all the
-same.`,
+same. An interrupt of --anonymize leaves nothing: 1.`,
 		Example: `  ztun replay --state mesh.yaml in.pcap
   ztun replay --state mesh.yaml --compare new.yaml --local 10.10.1.2 in.pcap
   ztun replay --state mesh.yaml -o json in.pcap > golden.jsonl
@@ -340,6 +340,7 @@ func anonymousState(a *replay.Anonymizer, cfg *node.ReplayConfig) (d stateDump) 
 		{"clusterDomain", a.Text(strings.ToLower(cfg.ClusterDomain))},
 		{"preferedServiceNamespace", a.Text(cfg.PreferredNamespace)},
 		{"unknownPolicy", unknown},
+		{"ipv6Enabled", strconv.FormatBool(!cfg.NoIPv6)},
 	}
 	return d
 }
@@ -435,6 +436,7 @@ func (f *replayFlags) config(stdin io.Reader, args []string) (*node.ReplayConfig
 	}
 	cfg.Network, cfg.ClusterDomain = settings["network"], settings["clusterDomain"]
 	cfg.PreferredNamespace, cfg.AllowUnknownPolicy = settings["preferedServiceNamespace"], settings["unknownPolicy"] == "allow"
+	cfg.NoIPv6 = settings["ipv6Enabled"] == "false"
 	if f.netSet {
 		cfg.Network = f.network
 	}
@@ -499,20 +501,25 @@ func (f *replayFlags) choices(cfg *node.ReplayConfig) (err error) {
 	return err
 }
 
-// pace waits until it is time for a packet, by the first one that comes. One that is more than a minute earlier than the one before begins a
-// time of its own.
-func pace(speed float64) func(context.Context, int64) error {
+// pace waits until it is time for a packet, by the first one that comes. Time passes as on the clock of a replay.Player: a long gap is
+// shortened, and a packet that is much earlier than one before it, or the first of a capture from another time, begins a time of its own.
+func pace(speed float64) func(ctx context.Context, t int64, first bool) error {
 	var began time.Time
-	var first, last int64
-	return func(ctx context.Context, t int64) error {
+	var origin, latest int64 // when it would have begun; the packet that came last by its time
+	return func(ctx context.Context, t int64, first bool) error {
+		step := time.Duration(t - latest)
 		switch {
 		case began.IsZero():
-			began, first = time.Now(), t
-		case t < last-int64(time.Minute):
-			first += t - last
+			began, origin = time.Now(), t
+		case first && (step < 0 || step > replay.MaxGap), step < -replay.MaxBack:
+			origin += int64(step)
+		case step < 0:
+			t = latest
+		case step > replay.MaxGap:
+			origin += int64(step - replay.MaxGap)
 		}
-		last = t
-		wait := time.Duration(float64(t-first)/speed) - time.Since(began)
+		latest = t
+		wait := time.Duration(float64(t-origin)/speed) - time.Since(began)
 		if wait <= 0 {
 			return nil
 		}

@@ -13,9 +13,12 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+
+	"ztun.dev/ztun/internal/workload"
 )
 
 const replaySamples = "../../testdata/replay"
@@ -375,21 +378,49 @@ func TestReplayOfBadInput(t *testing.T) {
 	})
 }
 
-// The speed of the capture's clock: what is far ahead is waited for.
+// The speed of the capture's clock: what is ahead is waited for, but not longer than that clock goes on.
 func TestReplayWaits(t *testing.T) {
-	t.Run("T1", func(t *testing.T) {
-		ctx, cancel := context.WithCancelCause(t.Context())
-		cancel(errors.New("waited"))
-		wait := pace(1)
-		for _, tt := range []struct {
-			at   time.Duration
-			want string
-		}{{24 * time.Hour, "<nil>"}, {24*time.Hour - time.Second, "<nil>"}, {0, "<nil>"}, {time.Hour, "waited"}} { // the first, earlier ones, and one an hour later
-			if err := wait(ctx, int64(tt.at)); fmt.Sprint(err) != tt.want {
-				t.Errorf("packet at %v: %v, want %s", tt.at, err, tt.want)
-			}
-		}
-	})
+	type packet struct {
+		at    time.Duration // by its time
+		first bool          // of a capture
+		want  time.Duration // since the first of all
+	}
+	const day = 24 * time.Hour
+	for _, tt := range []struct {
+		name    string
+		speed   float64
+		packets []packet
+	}{
+		{"as it was recorded", 1, []packet{{day, true, 0}, {day + time.Second, false, time.Second}, {day + time.Hour, false, time.Hour}}},
+		{"twice as fast", 2, []packet{{day, true, 0}, {day + time.Hour, false, time.Hour / 2}}},
+		{"packets out of order", 1, []packet{{day, true, 0}, {day + 30*time.Second, false, 30 * time.Second}, {day, false, 30 * time.Second}, {day + time.Minute, false, time.Minute}}},
+		{"the clock was set back", 1, []packet{{day, true, 0}, {0, false, 0}, {time.Hour, false, time.Hour}}},
+		{"a gap of a year", 1, []packet{{0, true, 0}, {365 * day, false, day}, {365*day + time.Second, false, day + time.Second}}},
+		{"a gap of a year, a thousand times as fast", 1000, []packet{{0, true, 0}, {365 * day, false, day / 1000}, {366 * day, false, day / 500}}},
+		{"one packet with a time in the future", 1, []packet{{0, true, 0}, {3650 * day, false, day}, {time.Second, false, day}, {2 * time.Second, false, day + time.Second}}},
+		{"a capture that follows", 1, []packet{{0, true, 0}, {time.Hour, true, time.Hour}}},
+		{"a capture of a year later", 1, []packet{{0, true, 0}, {365 * day, true, 0}, {365*day + time.Second, false, time.Second}}},
+		{"a capture of a second earlier", 1, []packet{{time.Second, true, 0}, {0, true, 0}, {time.Second, false, time.Second}}},
+	} {
+		t.Run("T1/"+tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				wait, began := pace(tt.speed), time.Now()
+				for i, p := range tt.packets {
+					if err := wait(t.Context(), int64(p.at), p.first); err != nil {
+						t.Fatal(err)
+					}
+					if got := time.Since(began); got != p.want {
+						t.Errorf("packet %d, of %v: after %v, want %v", i, p.at, got, p.want)
+					}
+				}
+				ctx, cancel := context.WithCancelCause(t.Context())
+				cancel(errors.New("waited"))
+				if err := wait(ctx, int64(tt.packets[len(tt.packets)-1].at+time.Hour), false); err == nil || err.Error() != "waited" {
+					t.Errorf("a wait that is over: %v", err)
+				}
+			})
+		})
+	}
 }
 
 // A replay that keeps time shows what has happened, and when it is interrupted it tells of the rest and keeps its files.
@@ -447,6 +478,9 @@ func TestReplayIsInterrupted(t *testing.T) {
 		cancel()
 		dir := t.TempDir()
 		var out, errs bytes.Buffer
+		if help := newReplay().Long; !strings.Contains(help, fmt.Sprintf("An interrupt of --anonymize leaves nothing: %d.", exitFailure)) {
+			t.Errorf("the help does not say what an interrupt does:\n%s", help)
+		}
 		args := []string{"replay", "--state", filepath.Join(replaySamples, "mesh.yaml"), "--anonymize", filepath.Join(dir, "a.pcapng"), dns}
 		if code := run(ctx, args, nil, &out, &errs); code != exitFailure || !strings.Contains(errs.String(), "context canceled") {
 			t.Errorf("exit code %d, stderr %s", code, &errs)
@@ -605,6 +639,64 @@ func TestReplayAnonymizedNetwork(t *testing.T) {
 	}
 	if bytes.Contains(b, []byte("Blue")) || bytes.Contains(b, []byte("blue")) || !bytes.Contains(b, []byte(`"clusterDomain"`)) {
 		t.Errorf("the state is\n%s", b)
+	}
+}
+
+// A node that does not serve IPv6 has no AAAA for services: by the settings of its dump, and still when that is anonymized.
+func TestReplayOfANodeWithoutIPv6(t *testing.T) {
+	mesh, capture := filepath.Join(replaySamples, "mesh.yaml"), filepath.Join(replaySamples, "dns.pcap")
+	data, err := os.ReadFile(mesh)
+	if err != nil {
+		t.Fatal(err)
+	}
+	st, err := workload.ParseStatic(mesh, data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, tt := range []struct {
+		enabled string
+		want    int // addresses
+	}{{"true", 1}, {"false", 0}} {
+		t.Run("ipv6Enabled="+tt.enabled, func(t *testing.T) {
+			d := stateDump{Dump: workload.NewDump(workload.NewSnapshot(st))}
+			d.Config.Settings = []dumpSetting{{"ipv6Enabled", tt.enabled}}
+			data, err := json.Marshal(d)
+			if err != nil {
+				t.Fatal(err)
+			}
+			state, file := filepath.Join(t.TempDir(), "dump.json"), filepath.Join(t.TempDir(), "anonymous.pcapng")
+			if err := os.WriteFile(state, data, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if stdout, stderr, code := replayed(t, "--state", state, "--anonymize", file, capture); code != exitOK {
+				t.Fatalf("exit code %d, stdout %s, stderr %s", code, stdout, stderr)
+			}
+			for _, args := range [][]string{{state, capture}, {file + ".state.json", file}} {
+				stdout, stderr, code := replayed(t, "-o", "json", "--state", args[0], args[1])
+				if code != exitOK {
+					t.Fatalf("%s: exit code %d, stderr %s", args, code, stderr)
+				}
+				asked := 0
+				for line := range strings.SplitSeq(strings.TrimSpace(stdout), "\n") {
+					var r struct {
+						Query, By string
+						Answers   []string
+					}
+					if err := json.Unmarshal([]byte(line), &r); err != nil {
+						t.Fatal(err)
+					}
+					if r.Query != "AAAA" {
+						continue
+					}
+					if asked++; r.By != "mesh" || len(r.Answers) != tt.want {
+						t.Errorf("%s: answered by %s: %v, want %d addresses", args[1], r.By, r.Answers, tt.want)
+					}
+				}
+				if asked == 0 {
+					t.Errorf("%s: no question for AAAA in\n%s", args[1], stdout)
+				}
+			}
+		})
 	}
 }
 

@@ -238,9 +238,9 @@ const (
 	reasonOutside   = "the source is not in the mesh: what it sends goes as it is, without an identity"
 )
 
-// inMesh reports whether a ztun, or another node proxy, captures what a workload sends and gets: one that speaks HBONE, or is served here,
+// InMesh reports whether a ztun, or another node proxy, captures what a workload sends and gets: one that speaks HBONE, or is served here,
 // as one may be before the state says that it does.
-func (m Mesh) inMesh(w *workload.Workload) bool {
+func (m Mesh) InMesh(w *workload.Workload) bool {
 	return w.Protocol == workload.ProtocolHBONE || m.Served != nil && m.Served(w)
 }
 
@@ -249,7 +249,7 @@ func (m Mesh) uncaptured(from *workload.Workload, to netip.Addr) string {
 	switch {
 	case proxy.StaysInPod(from.Addresses, to):
 		return reasonOwn
-	case !m.inMesh(from):
+	case !m.InMesh(from):
 		return reasonOutside
 	case tun.IsProbe(to):
 		return reasonProbe
@@ -277,7 +277,7 @@ func (m Mesh) Outbound(from *workload.Workload, to netip.AddrPort) Report {
 	case r.Reason == reasonOutside:
 		m.outside(&r, from, to)
 		return r
-	case r.Reason == reasonOwn && m.inMesh(from) && proxy.CheckPort(to.Port()) != nil: // there ztun itself may listen
+	case r.Reason == reasonOwn && m.InMesh(from) && proxy.CheckPort(to.Port()) != nil: // there ztun itself may listen
 		r.refuse(proxy.CheckPort(to.Port()))
 		return r
 	case r.Reason != "":
@@ -452,7 +452,7 @@ func (m Mesh) remote(r *Report, from *workload.Workload, d *proxy.Decision, wayp
 	req := authz.Request{Source: netip.AddrPortFrom(source, 0), Destination: d.NextHop, Workload: d.Destination}
 	if d.Route == proxy.OverHBONE {
 		req.Peer, req.Destination = from.Identity(), d.Target
-	} else if !m.inMesh(d.Destination) {
+	} else if !m.InMesh(d.Destination) {
 		return // nobody asks
 	}
 	m.judge(r, req)
@@ -467,14 +467,14 @@ func (m Mesh) Inbound(from *workload.Workload, source netip.Addr, to *workload.W
 		r.From, r.FromAddress = nameOf(from), source.String()
 	}
 	switch {
-	case !m.inMesh(to):
+	case !m.InMesh(to):
 		r.Verdict = "the destination is not in the mesh: nobody enforces policy"
 		return r
 	case tun.IsProbe(source):
 		r.Route, r.Reason = notCaptured, reasonProbe
 		return r
 	case from == nil:
-	case !m.inMesh(from):
+	case !m.InMesh(from):
 		r.Reason = reasonOutside
 	case to.Protocol != workload.ProtocolHBONE:
 		r.Reason = reasonNoHBONE
@@ -693,7 +693,7 @@ func (m Mesh) InboundMatrix(to *workload.Workload, further ...uint16) (grants []
 	}
 	seen := make(map[workload.Identity]bool)
 	for _, w := range m.State.State().Workloads {
-		if id := w.Identity(); m.inMesh(w) && !seen[id] {
+		if id := w.Identity(); m.InMesh(w) && !seen[id] {
 			seen[id] = true
 			ask(w, addressLike(w, addressOf(to)), id.String())
 		}

@@ -34,6 +34,7 @@ type ReplayConfig struct {
 	Network            string // of the node
 	ClusterDomain      string // "": cluster.local
 	PreferredNamespace string // whose services win in DNS
+	NoIPv6             bool   // DNS has no AAAA for services
 	AllowUnknownPolicy bool
 
 	// Local are the addresses of the pods that are served; empty: those of all workloads of the state that speak HBONE. A flow is
@@ -44,9 +45,10 @@ type ReplayConfig struct {
 	Emit   func(r ReplayRecord) error // is given each flow and each DNS question once it is over
 	Log    *slog.Logger               // nil: nothing is logged
 
-	Compare *workload.State                          // another state, in the same run
-	Differ  func(a, b ReplayRecord) error            // is given each pair whose outcome is not the same; one is nil if only the other state has it
-	Wait    func(ctx context.Context, t int64) error // until it is time for a packet; nil: no wait
+	Compare *workload.State               // another state, in the same run
+	Differ  func(a, b ReplayRecord) error // is given each pair whose outcome is not the same; one is nil if only the other state has it
+
+	Wait func(ctx context.Context, t int64, first bool) error // until it is time for a packet, which may be the first of a capture; nil: no wait
 
 	Peer      replay.Peer
 	Replies   []byte
@@ -130,13 +132,13 @@ func playAll(ctx context.Context, cfg *ReplayConfig, runs []*replayRun, compared
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
+		begins := cfg.Source.Captures() != captures
+		captures = cfg.Source.Captures()
 		if cfg.Wait != nil {
-			if err := cfg.Wait(ctx, c.Time); err != nil {
+			if err := cfg.Wait(ctx, c.Time, begins); err != nil {
 				return err
 			}
 		}
-		begins := cfg.Source.Captures() != captures
-		captures = cfg.Source.Captures()
 		for _, r := range runs {
 			if err := errors.Join(r.player.Play(c, begins), r.err); err != nil {
 				return err
@@ -307,7 +309,7 @@ func (r *replayRun) proxyOf(p *replayPod) *proxy.Proxy {
 		return p.proxy
 	}
 	dns, err := dnsproxy.New(dnsproxy.Config{
-		Store: &r.store, Network: r.cfg.Network, ClusterDomain: r.cfg.ClusterDomain, PreferredNamespace: r.cfg.PreferredNamespace,
+		Store: &r.store, Network: r.cfg.Network, ClusterDomain: r.cfg.ClusterDomain, PreferredNamespace: r.cfg.PreferredNamespace, NoIPv6: r.cfg.NoIPv6,
 		Upstream: r.player.Resolver(), Now: r.manual.Group().Now, Rand: r.next, Log: r.cfg.Log,
 	})
 	if err == nil {

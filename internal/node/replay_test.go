@@ -641,9 +641,22 @@ func TestReplayOfWhatIsNotCaptured(t *testing.T) {
 		{"[fd16:9254:7127:1337:ffff:ffff:ffff:ffff]:1001", "[fd00:2::20]:8080", probe},
 	} {
 		t.Run("FP-78/"+f[0]+" to "+f[1], func(t *testing.T) {
-			out, report := replayBytes(t, replayState(t), synCapture(t, [][2]string{{f[0], f[1]}}), func(c *ReplayConfig) { c.Checksums = replay.ChecksumsOff })
+			st, capture := replayState(t), synCapture(t, [][2]string{{f[0], f[1]}})
+			out, report := replayBytes(t, st, capture, func(c *ReplayConfig) { c.Checksums = replay.ChecksumsOff })
 			if out != "" || report.Packets.Unused() != f[2] {
 				t.Errorf("not played: %q, want %q; records:\n%s", report.Packets.Unused(), f[2], out)
+			}
+			a := replay.NewAnonymizer([]byte("a seed"))
+			source, err := replay.NewSource(replay.SourceConfig{Paths: []string{"-"}, Stdin: bytes.NewReader(capture)})
+			if err != nil {
+				t.Fatal(err)
+			}
+			var anonymous bytes.Buffer
+			if left, err := a.Capture(source, replay.NewWriter(&anonymous, "test", 0, "pod")); left > 0 || err != nil {
+				t.Fatalf("anonymized: %d left out, %v", left, err)
+			}
+			if out, report = replayBytes(t, a.State(st), anonymous.Bytes(), nil); out != "" || report.Packets.Unused() != f[2] {
+				t.Errorf("anonymized, not played: %q, want %q; records:\n%s", report.Packets.Unused(), f[2], out)
 			}
 		})
 	}

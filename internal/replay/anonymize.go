@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
+	"slices"
 	"strings"
 	"time"
 )
@@ -60,6 +61,9 @@ func (a *Anonymizer) Addr(addr netip.Addr) netip.Addr {
 	keep := keptBits(addr)
 	for i := keep; i < 8*len(b); i++ {
 		prefix, _ := addr.Prefix(i) // of a length that there is
+		if slices.ContainsFunc(probes, prefix.Contains) {
+			continue
+		}
 		in, _ := prefix.MarshalBinary()
 		b[i/8] ^= a.hash('a', in)[0] & 1 << (7 - i%8)
 	}
@@ -69,6 +73,9 @@ func (a *Anonymizer) Addr(addr netip.Addr) netip.Addr {
 	}
 	return out
 }
+
+// probes are those of tun.IsProbe, which stay what they are: no bit is turned on the way to them, and so none becomes one of them either.
+var probes = []netip.Addr{netip.MustParseAddr("169.254.7.127"), netip.MustParseAddr("fd16:9254:7127:1337:ffff:ffff:ffff:ffff")}
 
 // keptBits is how much of an address stays: all of what no packet of a flow has, and the kind of others.
 func keptBits(addr netip.Addr) int {

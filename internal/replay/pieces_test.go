@@ -12,6 +12,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"ztun.dev/ztun/internal/workload"
+	"ztun.dev/ztun/tun"
 )
 
 func parsed(t *testing.T, b []byte) *packet {
@@ -220,6 +221,31 @@ func TestAnonymizer(t *testing.T) {
 	}
 	if got := a.Text("shop/web.shop.svc.cluster.local"); got != a.Word("shop")+"/"+a.Word("web")+"."+a.Word("shop")+".svc.cluster.local" {
 		t.Errorf("Text = %q", got)
+	}
+}
+
+// Kubelet's probes stay such, nothing else becomes one, and prefixes that they are in are kept as others are.
+func TestAnonymizerKeepsProbes(t *testing.T) {
+	for _, probe := range probes {
+		if !tun.IsProbe(probe) {
+			t.Fatalf("%v is no address of probes", probe)
+		}
+		for key := range byte(20) {
+			a := NewAnonymizer([]byte{key})
+			if got := a.Addr(probe); got != probe {
+				t.Errorf("key %d: %v becomes %v", key, probe, got)
+			}
+			for bit := keptBits(probe); bit < probe.BitLen(); bit++ {
+				b := probe.AsSlice()
+				b[bit/8] ^= 1 << (7 - bit%8)
+				near, _ := netip.AddrFromSlice(b)
+				p, _ := probe.Prefix(bit)
+				q, _ := probe.Prefix(bit + 1)
+				if got := a.Addr(near); !p.Contains(got) || q.Contains(got) || a.Prefix(p) != p {
+					t.Errorf("key %d: %v becomes %v, which has not %d bits in common with %v; prefix %v becomes %v", key, near, got, bit, probe, p, a.Prefix(p))
+				}
+			}
+		}
 	}
 }
 

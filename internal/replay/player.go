@@ -38,6 +38,12 @@ const (
 	ChecksumsStrict // drops
 )
 
+// What a capture's clock does from one packet to the next.
+const (
+	MaxGap  = 24 * time.Hour // the clock does not go further at once
+	MaxBack = time.Minute    // what packets may be out of order; a larger step back is that of a clock that was set
+)
+
 // Defaults of a Config.
 const (
 	DefaultMTU     = 65535
@@ -46,8 +52,6 @@ const (
 	maxOver    = 8192            // flows that are over and may still get a packet
 	timeWait   = time.Second     // of package stack: how long its end of a connection stays that it has ended first
 	lingerTime = 2 * time.Minute // without a packet, after which a flow that is over is told of: twice the maximum segment lifetime of Linux
-	maxGap     = 24 * time.Hour  // between two packets; the clock does not go further at once
-	maxBack    = time.Minute     // what packets may be out of order; a larger step back is that of a clock that was set
 	maxSenders = 1 << 16         // whose checksums are counted, and questioners whose answers are kept
 )
 
@@ -202,7 +206,7 @@ func (p *Player) advance(t int64, first bool) {
 	}
 	d := time.Duration(t - p.now)
 	switch {
-	case first && (d < 0 || d > maxGap), d < -maxBack:
+	case first && (d < 0 || d > MaxGap), d < -MaxBack:
 		if !first {
 			p.counts.Backwards++
 		}
@@ -212,10 +216,10 @@ func (p *Player) advance(t int64, first bool) {
 	case d < 0:
 		p.counts.Backwards++
 		return
-	case d > maxGap:
+	case d > MaxGap:
 		p.counts.Gaps++
-		p.shift += int64(d - maxGap)
-		d = maxGap
+		p.shift += int64(d - MaxGap)
+		d = MaxGap
 	}
 	if d > 0 {
 		p.m.Advance(d)

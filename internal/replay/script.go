@@ -52,8 +52,8 @@ type duration time.Duration
 // UnmarshalYAML implements yaml.Unmarshaler.
 func (d *duration) UnmarshalYAML(n *yaml.Node) error {
 	v, err := time.ParseDuration(n.Value)
-	if err != nil || v < 0 || v > maxGap {
-		return fmt.Errorf("line %d: %q is not a time from 0s to %v", n.Line, n.Value, maxGap)
+	if err != nil || v < 0 || v > MaxGap {
+		return fmt.Errorf("line %d: %q is not a time from 0s to %v", n.Line, n.Value, MaxGap)
 	}
 	*d = duration(v)
 	return nil
