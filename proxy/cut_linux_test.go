@@ -112,6 +112,7 @@ type cutBench struct {
 	dialing  sync.Mutex
 	after    []*workload.Policy // what applies, and the one that denies half
 	flows    []*cutFlow
+	end      func() // lets go of everything; once
 }
 
 // A cutFlow is a plaintext connection, as the client and as the application see it.
@@ -211,7 +212,7 @@ func newCutBench(tb testing.TB, others int) *cutBench {
 			tb.Error(err)
 		}
 	})
-	tb.Cleanup(func() {
+	b.end = sync.OnceFunc(func() {
 		b.conns.Close(errDrained)
 		cancel()
 		running.Wait()
@@ -222,6 +223,7 @@ func newCutBench(tb testing.TB, others int) *cutBench {
 			}
 		}
 	})
+	tb.Cleanup(b.end)
 	return b
 }
 
@@ -448,6 +450,7 @@ func BenchmarkPolicyCut(b *testing.B) {
 				took += time.Since(from)
 				b.StopTimer()
 				stop()
+				bench.end() // the next run needs its descriptors
 				if n != c.conns/2 {
 					b.Fatalf("%d closed", n)
 				}
