@@ -164,7 +164,8 @@ func (l *eventLoop) takeInbox() {
 	l.spare = in[:0]
 }
 
-// runLater runs functions of PostLater for lateSlice, and at least one.
+// runLater runs functions of PostLater for lateSlice, and at least one. If that does not do, others who wait for the core come next: the kernel would
+// let the thread run for 3 ms.
 func (l *eventLoop) runLater() {
 	if l.later.empty() {
 		return
@@ -172,6 +173,7 @@ func (l *eventLoop) runLater() {
 	for end := l.g.Now().Add(lateSlice); !l.later.empty(); {
 		l.later.runOne()
 		if !l.g.Now().Before(end) {
+			yieldThread()
 			return
 		}
 	}

@@ -31,5 +31,6 @@ func (p *poller) interrupt()                              {}
 func (p *poller) watch(int, func(Events)) (*watch, error) { return nil, errNoPoller }
 func (p *poller) unwatch(*watch)                          {}
 func (p *poller) poll(time.Duration, *eventLoop) bool     { return false }
+func yieldThread()                                        {}
 func tuneThread()                                         {}
 func threadTime() time.Duration                           { return 0 }
