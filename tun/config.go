@@ -1,6 +1,9 @@
 package tun
 
-import "log/slog"
+import (
+	"fmt"
+	"log/slog"
+)
 
 // DefaultName is the name of the device.
 const DefaultName = "ztun0"
@@ -22,6 +25,20 @@ type Marks struct {
 	OwnMask uint32 // the bits that count, of Own and Deliver; 0 means DefaultMarkMask
 	Deliver uint32 // sockets that deliver to the application from the client's address: its replies are led back to them
 	Secret  uint32 // further bits, outside of OwnMask and ApplicationMark, that no application's socket has; may be 0
+}
+
+// Complete fills in the default mask and checks the marks.
+func (m *Marks) Complete() error {
+	if m.OwnMask == 0 {
+		m.OwnMask = DefaultMarkMask
+	}
+	if m.Own == 0 || m.Deliver == 0 || m.Own == m.Deliver || (m.Own|m.Deliver)&^m.OwnMask != 0 {
+		return fmt.Errorf("tun: config: Marks %#x and %#x are not two different non-zero values inside %#x", m.Own, m.Deliver, m.OwnMask)
+	}
+	if m.Secret&(m.OwnMask|ApplicationMark) != 0 {
+		return fmt.Errorf("tun: config: the Secret %#x of Marks has bits of %#x", m.Secret, m.OwnMask|ApplicationMark)
+	}
+	return nil
 }
 
 // OwnSocket is the whole mark of ztun's own sockets that connect to the outside. Those that listen, and those that connect to a socket in the netns,

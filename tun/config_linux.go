@@ -29,7 +29,7 @@ func (c *Config) complete() error {
 	if c.MTU != 0 && (c.MTU < minMTU || c.MTU > MaxPacket) {
 		return fmt.Errorf("tun: config: MTU %d is not between %d and %d", c.MTU, minMTU, MaxPacket)
 	}
-	if err := c.Marks.complete(); err != nil {
+	if err := c.Marks.Complete(); err != nil {
 		return err
 	}
 	if err := c.sameMarks(); err != nil {

@@ -437,16 +437,7 @@ func (b *sockops) run(ctx context.Context, begun, ended func(EndedFlow)) error {
 	}
 	defer func() { _ = r.Close() }()
 	r.SetDeadline(time.Unix(1, 0)) // it does not wait: the poll below does
-	stopped := make(chan struct{})
-	cancel := context.AfterFunc(ctx, func() {
-		b.notify()
-		close(stopped)
-	})
-	defer func() {
-		if !cancel() {
-			<-stopped // it has the descriptor
-		}
-	}()
+	defer atEnd(ctx, b.notify)()   // it has the descriptor
 	var record ringbuf.Record
 	var end flowEnd
 	buf := make([]byte, 64<<10) // of one message of the kernel's at least

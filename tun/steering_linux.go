@@ -74,7 +74,7 @@ var backends = []struct {
 
 // NewSteering loads what is shared by all netns, and changes none. It tries out that it works, in a netns of its own.
 func NewSteering(cfg SteeringConfig) (*Steering, error) {
-	if err := cfg.Marks.complete(); err != nil {
+	if err := cfg.Marks.Complete(); err != nil {
 		return nil, err
 	}
 	if cfg.Log == nil {
@@ -296,20 +296,6 @@ func (k *Kernel) Unsteer(src, dst netip.AddrPort) {
 	if k.steerer != nil {
 		k.steerer.unsteer(src, dst)
 	}
-}
-
-// complete fills in the default mask and checks the marks.
-func (m *Marks) complete() error {
-	if m.OwnMask == 0 {
-		m.OwnMask = DefaultMarkMask
-	}
-	if m.Own == 0 || m.Deliver == 0 || m.Own == m.Deliver || (m.Own|m.Deliver)&^m.OwnMask != 0 {
-		return fmt.Errorf("tun: config: Marks %#x and %#x are not two different non-zero values inside %#x", m.Own, m.Deliver, m.OwnMask)
-	}
-	if m.Secret&(m.OwnMask|ApplicationMark) != 0 {
-		return fmt.Errorf("tun: config: the Secret %#x of Marks has bits of %#x", m.Secret, m.OwnMask|ApplicationMark)
-	}
-	return nil
 }
 
 // sameMarks refuses a Config whose marks are not those of its Steering.

@@ -60,17 +60,8 @@ func (w *endWatch) remove(s endSource) {
 
 // run hears them until ctx ends.
 func (w *endWatch) run(ctx context.Context, ended func(EndedFlow)) error {
-	stopped := make(chan struct{})
-	stop := context.AfterFunc(ctx, func() {
-		w.notify()
-		close(stopped)
-	})
-	defer func() {
-		if !stop() {
-			<-stopped // it has the descriptor
-		}
-	}()
-	buf := make([]byte, 64<<10) // of one message of the kernel's at least
+	defer atEnd(ctx, w.notify)() // it has the descriptor
+	buf := make([]byte, 64<<10)  // of one message of the kernel's at least
 	next := monotonic() + sweepEvery
 	for ctx.Err() == nil {
 		w.mu.Lock()

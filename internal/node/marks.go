@@ -19,7 +19,7 @@ func loadMarks(dir string, random func() uint64) (tun.Marks, error) {
 	data, err := os.ReadFile(path)
 	switch {
 	case err == nil:
-		if err := json.Unmarshal(data, &m); err != nil || m.Own == 0 || m.Deliver == 0 || m.Own == m.Deliver || (m.Own|m.Deliver)&^m.OwnMask != 0 || m.Secret&^secretBits(m) != 0 {
+		if err := json.Unmarshal(data, &m); err != nil || m.Complete() != nil {
 			return tun.Marks{}, fmt.Errorf("marks: %s is damaged; remove it (running pods are captured anew)", path)
 		}
 		if m.Secret != 0 {
@@ -33,16 +33,13 @@ func loadMarks(dir string, random func() uint64) (tun.Marks, error) {
 		m.Own, m.Deliver = uint32(r)&m.OwnMask, uint32(r>>32)&m.OwnMask
 	}
 	for m.Secret == 0 { // in a file of an earlier version, too
-		m.Secret = uint32(random()) & secretBits(m)
+		m.Secret = uint32(random()) &^ (m.OwnMask | tun.ApplicationMark)
 	}
 	if err := saveMarks(path, m); err != nil {
 		return tun.Marks{}, fmt.Errorf("marks: %w", err)
 	}
 	return m, nil
 }
-
-// secretBits are those that a secret may have.
-func secretBits(m tun.Marks) uint32 { return ^(m.OwnMask | tun.ApplicationMark) }
 
 // saveMarks writes the file whole or not at all: beside, and then renamed.
 func saveMarks(path string, m tun.Marks) error {

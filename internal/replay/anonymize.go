@@ -12,6 +12,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"ztun.dev/ztun/tun"
 )
 
 // An Anonymizer replaces addresses, names and payload, each always by the same. Addresses that have a prefix in common have one of the
@@ -74,8 +76,8 @@ func (a *Anonymizer) Addr(addr netip.Addr) netip.Addr {
 	return out
 }
 
-// probes are those of tun.IsProbe, which stay what they are: no bit is turned on the way to them, and so none becomes one of them either.
-var probes = []netip.Addr{netip.MustParseAddr("169.254.7.127"), netip.MustParseAddr("fd16:9254:7127:1337:ffff:ffff:ffff:ffff")}
+// probes stay what they are: no bit is turned on the way to them, and so none becomes one of them either.
+var probes = tun.Probes()
 
 // keptBits is how much of an address stays: all of what no packet of a flow has, and the kind of others.
 func keptBits(addr netip.Addr) int {

@@ -364,7 +364,7 @@ func (u *Underlay) listenUDP(addr netip.AddrPort) (*udpListener, error) {
 	if err != nil {
 		return nil, err
 	}
-	err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(u.cfg.Marks.OwnSocket()))
+	err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, int(u.cfg.Marks.Own))
 	if err == nil {
 		err = unix.Bind(fd, sa)
 	}

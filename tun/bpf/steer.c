@@ -147,29 +147,19 @@ int ztun_ingress(struct __sk_buff *skb)
 // application_guard looks at what has ztun's own mark without the secret: it is of an application's socket whose connection the kernel carries. A SYN
 // passes only if begin has noted its destination and ports. Any other is of a socket whose connection was dissolved while ztun_sockets
 // was not there to take the mark away, or to which its program has given the mark.
-static __always_inline int application_guard(struct __sk_buff *skb)
+static __always_inline int application_guard(struct __sk_buff *skb, struct flow *f, __u8 flags)
 {
-	struct flow f = {};
 	struct bpf_sock *sk;
 	struct handed *h;
-	__u8 flags = 0;
 
-	switch (parse(skb, &f, &flags)) {
-	case OTHER:
-		return hides_syn(skb) ? TC_ACT_SHOT : TC_ACT_UNSPEC;
-	case FRAGMENT:
-		return TC_ACT_UNSPEC;
-	case SEGMENT:
-		break;
-	}
 	if (!is_syn(flags))
 		return TC_ACT_UNSPEC;
 	sk = full(skb);
 	if (!sk)
 		return TC_ACT_SHOT;
 	h = bpf_sk_storage_get(&handed_back, sk, NULL, 0);
-	if (!h || h->sport != f.sport || h->dport != f.dport || h->dst[0] != f.dst[0] || h->dst[1] != f.dst[1] || h->dst[2] != f.dst[2] ||
-	    h->dst[3] != f.dst[3])
+	if (!h || h->sport != f->sport || h->dport != f->dport || h->dst[0] != f->dst[0] || h->dst[1] != f->dst[1] || h->dst[2] != f->dst[2] ||
+	    h->dst[3] != f->dst[3])
 		return TC_ACT_SHOT;
 	return TC_ACT_UNSPEC;
 }
@@ -177,13 +167,7 @@ static __always_inline int application_guard(struct __sk_buff *skb)
 SEC("tc")
 int ztun_guard(struct __sk_buff *skb)
 {
-	if (skb->mark == (own_mark | secret)) {
-		skb->mark = own_mark; // who listens on the interface is not to see it
-		return TC_ACT_UNSPEC;
-	}
-	if ((skb->mark & own_mask) == own_mark)
-		return application_guard(skb);
-	return unmarked_guard(skb);
+	return guard(skb);
 }
 
 // ztun_device deals with what ztun has written to the device. A SYN that nobody has decided about goes nowhere. A RST is

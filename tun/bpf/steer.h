@@ -284,6 +284,31 @@ static __always_inline int unmarked_guard(struct __sk_buff *skb)
 	return TC_ACT_UNSPEC;
 }
 
+// application_guard is of each backend: it looks at a segment that has ztun's own mark without the secret.
+static __always_inline int application_guard(struct __sk_buff *skb, struct flow *f, __u8 flags);
+
+// guard looks at all that leaves by an interface.
+static __always_inline int guard(struct __sk_buff *skb)
+{
+	struct flow f = {.netns = netns_cookie};
+	__u8 flags = 0;
+
+	if (skb->mark == (own_mark | secret)) {
+		skb->mark = own_mark; // who listens on the interface is not to see it
+		return TC_ACT_UNSPEC;
+	}
+	if ((skb->mark & own_mask) != own_mark)
+		return unmarked_guard(skb);
+	switch (parse(skb, &f, &flags)) {
+	case SEGMENT:
+		return application_guard(skb, &f, flags);
+	case FRAGMENT:
+		return TC_ACT_UNSPEC;
+	default:
+		return hides_syn(skb) ? TC_ACT_SHOT : TC_ACT_UNSPEC;
+	}
+}
+
 // to_network sends a SYN out as if the device had not been in its way. Where the interface is not known, the kernel forwards
 // it, for which it counts a hop: that is given back before.
 static __always_inline int to_network(struct __sk_buff *skb, __u32 interface)

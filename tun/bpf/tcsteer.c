@@ -179,22 +179,11 @@ int ztun_device(struct __sk_buff *skb)
 // application_guard looks at what an application's socket sends that has ztun's own mark, from an inbound connection or one that
 // is older than the capture. When its program dissolves that connection, the next one begins with a SYN: this is led to the
 // device, and from then on the storage says what becomes of the rest.
-static __always_inline int application_guard(struct __sk_buff *skb)
+static __always_inline int application_guard(struct __sk_buff *skb, struct flow *f, __u8 flags)
 {
-	struct flow f = {.netns = netns_cookie};
-	struct bpf_sock *sk;
+	struct bpf_sock *sk = full(skb);
 	struct steered *s;
-	__u8 flags = 0;
 
-	switch (parse(skb, &f, &flags)) {
-	case OTHER:
-		return hides_syn(skb) ? TC_ACT_SHOT : TC_ACT_UNSPEC;
-	case FRAGMENT:
-		return TC_ACT_UNSPEC;
-	case SEGMENT:
-		break;
-	}
-	sk = full(skb);
 	if (is_syn(flags)) {
 		if (!sk || !keep(sk, UNDECIDED, 0))
 			return TC_ACT_SHOT;
@@ -207,7 +196,7 @@ static __always_inline int application_guard(struct __sk_buff *skb)
 	if (!s)
 		return TC_ACT_UNSPEC;
 	if (s->way == UNDECIDED) {
-		s = find(sk, &f, flags, true);
+		s = find(sk, f, flags, true);
 		if (!s)
 			return TC_ACT_SHOT;
 	}
@@ -221,13 +210,7 @@ static __always_inline int application_guard(struct __sk_buff *skb)
 SEC("tc")
 int ztun_guard(struct __sk_buff *skb)
 {
-	if (skb->mark == (own_mark | secret)) {
-		skb->mark = own_mark; // who listens on the interface is not to see it
-		return TC_ACT_UNSPEC;
-	}
-	if ((skb->mark & own_mask) == own_mark)
-		return application_guard(skb);
-	return unmarked_guard(skb);
+	return guard(skb);
 }
 
 char _license[] SEC("license") = "GPL";
