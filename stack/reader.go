@@ -3,6 +3,7 @@ package stack
 import (
 	"errors"
 	"fmt"
+	"time"
 
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/buffer"
@@ -25,6 +26,10 @@ const (
 	frameBytes  = headroom + tun.MaxPacket
 	maxHeaders  = 60 + 60 // IPv4 and TCP header with all options
 	memoryBatch = 3       // frames that fit into the scratch buffer of a loop
+
+	// secondLook is how long after a turn without a packet the device is read once more. A device that is deleted wakes its
+	// reader before it lets go of it: who reads in between is told that there is nothing, and never woken again (Linux 6.18).
+	secondLook = 100 * time.Millisecond
 )
 
 // A reader is the task that reads the device. Between turns it holds nothing but, in the midst of bulk data, one view.
@@ -33,6 +38,8 @@ type reader struct {
 	ref *loop.Ref
 
 	stopped bool
+	looks   bool       // a second look is due
+	looked  bool       // the next turn is that look
 	done    chan error // receives one value, with room for it: why the task ended
 
 	// Devices with a descriptor. In bulk mode, which the last large packet began, headers and payload are read into
@@ -90,7 +97,12 @@ func (rd *reader) Turn(budget int) (more bool) {
 		return false
 	}
 	rd.large = false
-	var err error
+	second := rd.looked
+	rd.looked = false
+	var (
+		err error
+		all int
+	)
 	for budget > 0 && err == nil {
 		var n int
 		switch {
@@ -102,6 +114,7 @@ func (rd *reader) Turn(budget int) (more bool) {
 			n, err = rd.readWhole()
 		}
 		budget -= n
+		all += n
 		rd.ref.Moved(n)
 	}
 	rd.s.batch.end()
@@ -115,12 +128,28 @@ func (rd *reader) Turn(budget int) (more bool) {
 	case err == nil:
 		return true
 	case errors.Is(err, tun.ErrAgain):
+		if all == 0 && !second {
+			rd.lookAgain()
+		}
 		return false
 	case errors.Is(err, unix.EINTR):
 		return true
 	}
 	rd.stop(fmt.Errorf("stack: read the device: %w", err))
 	return false
+}
+
+// lookAgain has the device read once more, if it is a kernel's.
+func (rd *reader) lookAgain() {
+	if rd.s.link.fd < 0 || rd.looks {
+		return
+	}
+	rd.looks = true
+	rd.ref.After(secondLook, func() {
+		rd.looks = false
+		rd.looked = true
+		rd.ref.WakeLocal()
+	})
 }
 
 func (rd *reader) dropView() {
