@@ -87,7 +87,7 @@ type bulk struct {
 }
 
 // stream reports on ready once its connection is there, waits for its turn, and returns the number of bytes received.
-func (b *bulk) stream(to *unix.SockaddrInet4, ready chan<- error) (uint64, error) {
+func (b *bulk) stream(to *unix.RawSockaddrInet4, ready chan<- error) (uint64, error) {
 	buf := make([]byte, chunkBytes)
 	buf[0] = verbUpload
 	if b.down {

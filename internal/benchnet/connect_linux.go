@@ -55,7 +55,7 @@ func connectTool(fs *flag.FlagSet, args []string) (any, error) {
 }
 
 type connectWorker struct {
-	to            *unix.SockaddrInet4
+	to            *unix.RawSockaddrInet4
 	message       [messageBytes]byte
 	buf           [messageBytes]byte
 	count, failed uint64

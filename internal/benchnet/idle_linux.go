@@ -53,7 +53,7 @@ func idleTool(fs *flag.FlagSet, args []string) (any, error) {
 }
 
 // openOne opens a connection that stays, and sees a message answered.
-func openOne(to *unix.SockaddrInet4) error {
+func openOne(to *unix.RawSockaddrInet4) error {
 	var message [messageBytes]byte
 	message[0] = verbEcho
 	fd, err := connect(to)

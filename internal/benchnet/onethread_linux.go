@@ -45,11 +45,11 @@ func watch(epoll, op, fd int, events uint32) error {
 
 func (s *oneThreadServer) run() error {
 	for {
-		n, err := unix.EpollWait(s.epoll, s.events, -1)
-		if err != nil && err != unix.EINTR {
-			return os.NewSyscallError("epoll_wait", err)
+		n, err := epollWait(s.epoll, s.events, -1)
+		if err != nil {
+			return err
 		}
-		for _, ev := range s.events[:max(n, 0)] {
+		for _, ev := range s.events[:n] {
 			fd := int(ev.Fd)
 			if fd != s.ln {
 				if !s.serve(fd) {
@@ -150,11 +150,11 @@ func oneThread(addr string, streams int, down bool, duration time.Duration) (r b
 	}
 	ready := make([]unix.EpollEvent, streams)
 	for time.Since(start) < duration {
-		n, err := unix.EpollWait(epoll, ready, int(slack.Milliseconds()))
-		if err != nil && err != unix.EINTR {
-			return r, os.NewSyscallError("epoll_wait", err)
+		n, err := epollWait(epoll, ready, int(slack.Milliseconds()))
+		if err != nil {
+			return r, err
 		}
-		for _, ev := range ready[:max(n, 0)] {
+		for _, ev := range ready[:n] {
 			move := write
 			if down {
 				move = read

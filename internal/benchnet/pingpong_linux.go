@@ -101,11 +101,11 @@ func (p *pingpong) run(warmup, duration time.Duration) error {
 		n := 1
 		if len(p.fds) > 1 { // one connection needs no help: its read waits
 			var err error
-			if n, err = unix.EpollWait(p.epoll, events, -1); err != nil && err != unix.EINTR {
-				return os.NewSyscallError("epoll_wait", err)
+			if n, err = epollWait(p.epoll, events, -1); err != nil {
+				return err
 			}
 		}
-		for _, ev := range events[:max(n, 0)] {
+		for _, ev := range events[:n] {
 			whole, err := p.receive(int(ev.Fd))
 			if err != nil {
 				return err

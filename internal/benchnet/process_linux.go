@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -21,6 +22,14 @@ import (
 // environment is that of all programs: settings of the user's own ztun must not leak in.
 var environment = []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C"}
 
+// toolEnvironment is that of a tool. The relays are ordinary Go programs; for the others see ownThreads.
+func toolEnvironment(tool string) []string {
+	if strings.HasSuffix(tool, "relay") {
+		return environment
+	}
+	return append(slices.Clip(environment), "GODEBUG=asyncpreemptoff=1")
+}
+
 // startTool starts a tool of this binary that serves until ctx ends or the lab is closed.
 func startTool(ctx context.Context, h *lab.Host, args ...string) (*lab.Cmd, error) {
 	self, err := os.Executable()
@@ -28,7 +37,7 @@ func startTool(ctx context.Context, h *lab.Host, args ...string) (*lab.Cmd, erro
 		return nil, fmt.Errorf("benchnet: %w", err)
 	}
 	c := h.Command(ctx, self, args...)
-	c.Env, c.Stderr = environment, os.Stderr
+	c.Env, c.Stderr = toolEnvironment(args[0]), os.Stderr
 	return c, c.Start()
 }
 
@@ -44,7 +53,7 @@ func runTool(ctx context.Context, h *lab.Host, duration time.Duration, result an
 		return fmt.Errorf("benchnet: %w", err)
 	}
 	c := h.Command(ctx, self, args...)
-	c.Env = environment
+	c.Env = toolEnvironment(args[0])
 	out, err := c.Output()
 	if cause := context.Cause(ctx); err != nil && cause != nil {
 		err = cause
@@ -88,7 +97,7 @@ func startBackground(ctx context.Context, h *lab.Host, limit time.Duration, word
 	ctx, cancel := context.WithCancel(ctx)
 	b := &background{cmd: h.Command(ctx, self, args...), stdin: stdin, stop: cancel}
 	var complaint bytes.Buffer
-	b.cmd.Env, b.cmd.Stdin, b.cmd.Stdout, b.cmd.Stderr = environment, in, out, &complaint
+	b.cmd.Env, b.cmd.Stdin, b.cmd.Stdout, b.cmd.Stderr = toolEnvironment(args[0]), in, out, &complaint
 	err = b.cmd.Start()
 	out.Close()
 	if err != nil {

@@ -138,11 +138,11 @@ func (s *smallServer) watch(fd int) error {
 
 func (s *smallServer) run() error {
 	for {
-		n, err := unix.EpollWait(s.epoll, s.events, -1)
-		if err != nil && err != unix.EINTR {
-			return os.NewSyscallError("epoll_wait", err)
+		n, err := epollWait(s.epoll, s.events, -1)
+		if err != nil {
+			return err
 		}
-		for i := range max(n, 0) {
+		for i := range n {
 			if fd := int(s.events[i].Fd); fd == s.ln {
 				if err := s.acceptAll(); err != nil {
 					return err

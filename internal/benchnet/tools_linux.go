@@ -37,7 +37,8 @@ func toolMain(name string, tool func(*flag.FlagSet, []string) (any, error), args
 }
 
 // ownThreads prepares the process for goroutines that stay on their threads and block there in system calls, as threads of a
-// program in C do: none of them ever has to wait for the Go scheduler, and nothing is collected because nothing is allocated.
+// program in C do: none of them ever has to wait for the Go scheduler, and nothing is collected because nothing is allocated. Each may keep
+// one of its processors while it sleeps, in raw system calls; toolEnvironment keeps the signals away by which it asks for them back.
 func ownThreads(n int) {
 	runtime.GOMAXPROCS(n + 4)
 	debug.SetGCPercent(-1)
