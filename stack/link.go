@@ -138,6 +138,10 @@ func (l *link) write(buf []byte) {
 	if tap := l.tap.Load(); tap != nil {
 		(*tap)(true, buf[headroom:])
 	}
+	if l.fd >= 0 {
+		l.wrote(len(buf)-headroom, writeFD(l.fd, buf))
+		return
+	}
 	l.writeFlat([][]byte{buf})
 }
 
