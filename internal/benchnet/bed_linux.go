@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"path/filepath"
 	"time"
 
@@ -50,12 +51,13 @@ var settings = [...]string{2: "offload: off\n", 3: "offload: off\n", 4: "connect
 
 // A bed is the network with all that serves in it.
 type bed struct {
-	lab     *lab.Lab
-	dir     string
-	binary  string
-	members []member
-	nodes   [len(settings)]*ztun // nil while it does not run; settings says how they differ
-	paths   []*path              // direct first
+	lab      *lab.Lab
+	dir      string
+	binary   string
+	members  []member
+	services []service
+	nodes    [len(settings)]*ztun // nil while it does not run; settings says how they differ
+	paths    []*path              // direct first
 }
 
 // newBed builds everything but ztun's processes. dir is for files.
@@ -74,7 +76,10 @@ func newBed(ctx context.Context, binary, dir string) (_ *bed, err error) {
 			b.members = append(b.members, member{host: b.lab.Pod(i, j), node: b.lab.Node(i), name: fmt.Sprintf("pod-%d-%d", i, j)})
 		}
 	}
-	if err := writeMesh(dir, b.members); err != nil {
+	for i, node := range []int{1, 3} {
+		b.services = append(b.services, service{endpoint: b.lab.Pod(node, podPlainNeighbour), addr: netip.AddrFrom4([4]byte{10, 96, 0, byte(1 + i)})})
+	}
+	if err := writeMesh(dir, b.members, b.services); err != nil {
 		return nil, err
 	}
 	return b, b.serve(ctx)
@@ -93,7 +98,7 @@ func (b *bed) serve(ctx context.Context) error {
 	}
 	mesh, plain := b.lab.Pod(1, podMesh), b.lab.Pod(1, podPlain)
 	meshOff, plainOff := b.lab.Pod(3, podMesh), b.lab.Pod(3, podPlain)
-	for _, h := range []*lab.Host{mesh, plain, meshOff, plainOff} {
+	for _, h := range []*lab.Host{mesh, plain, b.services[0].endpoint, meshOff, plainOff, b.services[1].endpoint} {
 		if _, err := start(h, smallPort, "bench-server"); err != nil {
 			return err
 		}
@@ -150,9 +155,15 @@ func (b *bed) serve(ctx context.Context) error {
 	add(pathPassthrough, fromMesh, plain, func(p *path) { p.source, p.through = running(0), nodes(0) })
 	add(pathRemembered, from(4, podMesh, podMeshNeighbour), plain, func(p *path) { p.source, p.through = running(4), nodes(4) })
 	add(pathInbound, fromPlain, mesh, func(p *path) { p.destination, p.through = running(1), nodes(1) })
+	add(pathService, fromMesh, b.services[0].endpoint, func(p *path) {
+		p.addr, p.source, p.through = b.services[0].addr.String(), running(0), nodes(0)
+	})
 	add(pathMesh, fromMesh, mesh, func(p *path) { p.source, p.destination, p.through = running(0), running(1), nodes(0, 1) })
 	add(pathNetstackPassthrough, fromMeshOff, plainOff, func(p *path) { p.source, p.through = running(2), nodes(2) })
 	add(pathNetstackInbound, fromPlainOff, meshOff, func(p *path) { p.destination, p.through = running(3), nodes(3) })
+	add(pathNetstackService, fromMeshOff, b.services[1].endpoint, func(p *path) {
+		p.addr, p.source, p.through = b.services[1].addr.String(), running(2), nodes(2)
+	})
 	add(pathNetstackMesh, fromMeshOff, meshOff, func(p *path) { p.source, p.destination, p.through = running(2), running(3), nodes(2, 3) })
 	return nil
 }

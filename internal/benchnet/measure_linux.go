@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"ztun.dev/ztun/internal/lab"
@@ -25,8 +26,17 @@ type measurement struct {
 	take     func(ctx context.Context, b *bed, p *path, d time.Duration) ([]figure, error)
 }
 
-// isOn reports whether it is taken on a path: what is remembered makes a difference for new connections only.
-func (m *measurement) isOn(path string) bool { return m.connects || path != pathRemembered }
+// isOn reports whether it is taken on a path. What is remembered makes a difference for new connections only, and fairness is shown
+// on the other paths.
+func (m *measurement) isOn(path string) bool {
+	switch path {
+	case pathRemembered:
+		return m.connects
+	case pathService, pathNetstackService:
+		return !strings.HasPrefix(m.name, "beside/")
+	}
+	return true
+}
 
 // measurements are those of a round, in the order of their rows.
 func measurements() []measurement {

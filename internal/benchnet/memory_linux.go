@@ -42,7 +42,7 @@ func measurePods(ctx context.Context, o options, dir string, r *report) (err err
 	for j, pod := range l.Pods() {
 		members = append(members, member{host: pod, node: l.Node(0), name: fmt.Sprintf("pod-%d", j)})
 	}
-	if err := writeMesh(dir, members); err != nil {
+	if err := writeMesh(dir, members, nil); err != nil {
 		return err
 	}
 	var sizes [2]uint64

@@ -67,7 +67,7 @@ func TestNetnsEveryFigureIsThere(t *testing.T) {
 			case !strings.HasPrefix(w.Name, "cpu/"):
 				want[w.Name] = slices.DeleteFunc(slices.Clone(everywhere), func(p string) bool { return !m.isOn(p) })
 			case strings.HasSuffix(w.Name, "/source"):
-				want[w.Name] = []string{pathRelay, pathRelayPair, pathPassthrough, pathMesh, pathNetstackPassthrough, pathNetstackMesh}
+				want[w.Name] = []string{pathRelay, pathRelayPair, pathPassthrough, pathService, pathMesh, pathNetstackPassthrough, pathNetstackService, pathNetstackMesh}
 			default:
 				want[w.Name] = []string{pathRelayPair, pathInbound, pathMesh, pathNetstackInbound, pathNetstackMesh}
 			}

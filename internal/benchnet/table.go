@@ -23,21 +23,28 @@ const (
 	// As passthrough, with ZTUN_CONNECT_CACHE: for connections per second only, what is open is the same.
 	pathRemembered = "remembered"
 
+	// To a service whose endpoint is outside the mesh, by its address, which no kernel can carry: the application's leg of a mesh
+	// connection without the rest of it.
+	pathService = "service"
+
 	// Through ztun with ZTUN_OFFLOAD=off.
 	pathNetstackPassthrough = "netstack-passthrough"
 	pathNetstackInbound     = "netstack-inbound"
 	pathNetstackMesh        = "netstack-mesh"
+	pathNetstackService     = "netstack-service"
 )
 
 // pathOrder is that of columns.
 var pathOrder = []string{
-	pathZtun, pathDirect, pathControl, pathRelay, pathRelayPair, pathPassthrough, pathRemembered, pathInbound, pathMesh,
-	pathNetstackPassthrough, pathNetstackInbound, pathNetstackMesh,
+	pathZtun, pathDirect, pathControl, pathRelay, pathRelayPair, pathPassthrough, pathRemembered, pathInbound, pathService, pathMesh,
+	pathNetstackPassthrough, pathNetstackInbound, pathNetstackService, pathNetstackMesh,
 }
 
 // rivals are what some paths are compared with beside direct: what the kernel carries with what nobody captures, what it has the
 // application's side of with a netstack in its place.
-var rivals = map[string]string{pathPassthrough: pathControl, pathRemembered: pathControl, pathInbound: pathControl, pathMesh: pathNetstackMesh}
+var rivals = map[string]string{
+	pathPassthrough: pathControl, pathRemembered: pathControl, pathInbound: pathControl, pathService: pathNetstackService, pathMesh: pathNetstackMesh,
+}
 
 // A table is some rows of a report as text.
 type table struct {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -24,8 +25,14 @@ type member struct {
 	name string
 }
 
+// A service has one endpoint, a pod outside the mesh, and the ports of the servers.
+type service struct {
+	endpoint *lab.Host
+	addr     netip.Addr
+}
+
 // writeMesh writes what the nodes have in common: the state of the mesh and a CA.
-func writeMesh(dir string, members []member) error {
+func writeMesh(dir string, members []member, services []service) error {
 	authority, err := ca.New(time.Now)
 	if err != nil {
 		return fmt.Errorf("benchnet: %w", err)
@@ -39,6 +46,15 @@ func writeMesh(dir string, members []member) error {
 	for _, m := range members {
 		fmt.Fprintf(&b, "- {uid: %[1]s, name: %[1]s, namespace: bench, serviceAccount: %[1]s, node: %[2]s, workloadIps: [%[3]q], protocol: HBONE, services: {}}\n",
 			m.name, m.node.Name, m.host.Addr4.String())
+	}
+	ports := fmt.Sprintf("{%[1]d: %[1]d, %[2]d: %[2]d, %[3]d: %[3]d}", smallPort, bulkPort, onePort)
+	for i, s := range services {
+		fmt.Fprintf(&b, "- {uid: outside-%[1]d, name: outside-%[1]d, namespace: bench, node: outside, workloadIps: [%[2]q], services: {bench/outside-%[1]d.bench: %[3]s}}\n",
+			i, s.endpoint.Addr4.String(), ports)
+	}
+	b.WriteString("services:\n")
+	for i, s := range services {
+		fmt.Fprintf(&b, "- {name: outside-%[1]d, namespace: bench, hostname: outside-%[1]d.bench, vips: [%[2]q], ports: %[3]s}\n", i, "/"+s.addr.String(), ports)
 	}
 	if err := os.WriteFile(filepath.Join(dir, "mesh.yaml"), []byte(b.String()), 0o600); err != nil {
 		return fmt.Errorf("benchnet: %w", err)
