@@ -86,7 +86,7 @@ func TestRivals(t *testing.T) {
 	if err := r.text(&text); err != nil {
 		t.Fatal(err)
 	}
-	want := "             passthrough to control  remembered to control  inbound to control  mesh to netstack-mesh\n1 stream up                    0.70                      –                   –                      –\n"
+	want := "             passthrough to control\n1 stream up                    0.70\n"
 	if !strings.Contains(text.String(), want) {
 		t.Errorf("the text lacks %q:\n%s", want, text.String())
 	}

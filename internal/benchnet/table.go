@@ -93,30 +93,35 @@ const speedTitle = "Speed (in parentheses: ratio to direct of the same round)"
 // compared is the table of the ratios to rivals; without lines there are none.
 func (r *report) compared() table {
 	t := table{title: "Ratio to another path of the same round"}
-	head := []string{""}
-	for _, p := range pathOrder {
-		if rival := rivals[p]; rival != "" {
-			head = append(head, p+" to "+rival)
+	rival := func(w *row, p string) float64 {
+		if c := w.cell(p); c != nil {
+			return c.Rival
 		}
+		return 0
 	}
-	for _, w := range r.Rows {
-		line, some := []string{w.Title}, false
-		for _, p := range pathOrder {
-			if rivals[p] == "" {
-				continue
-			}
+	paths := slices.DeleteFunc(slices.Clone(pathOrder), func(p string) bool {
+		return !slices.ContainsFunc(r.Rows, func(w row) bool { return rival(&w, p) > 0 })
+	})
+	if len(paths) == 0 {
+		return t
+	}
+	head := []string{""}
+	for _, p := range paths {
+		head = append(head, p+" to "+rivals[p])
+	}
+	t.lines = append(t.lines, head)
+	for i := range r.Rows {
+		line, some := []string{r.Rows[i].Title}, false
+		for _, p := range paths {
 			text := "–"
-			if c := w.cell(p); c != nil && c.Rival > 0 {
-				text, some = number(c.Rival), true
+			if v := rival(&r.Rows[i], p); v > 0 {
+				text, some = number(v), true
 			}
 			line = append(line, text)
 		}
 		if some {
 			t.lines = append(t.lines, line)
 		}
-	}
-	if len(t.lines) > 0 {
-		t.lines = append([][]string{head}, t.lines...)
 	}
 	return t
 }
