@@ -42,6 +42,10 @@ const (
 	// for each byte (measured). Into the netstack it is not, and the share has to do.
 	readBytes = 256 << 10
 
+	// spliceBytes is what a read has to bring for the kernel to move what comes next: one stream is then a quarter faster, at half
+	// the CPU for each byte, eight on one thread 5 % at 0.6 of it (measured).
+	spliceBytes = 32 << 10
+
 	// readAhead is that while the process's memory is full. A read of less would cost more than it holds.
 	readAhead = 16 << 10
 )
@@ -55,6 +59,8 @@ type half struct {
 	receiver hbone.Receiver // dst, if it can be read into
 	kernel   bool           // dst is no netstack's
 	behind   bool           // dst did not take the last read at once
+	splicer  loop.Splicer   // src, if the kernel can move its bytes
+	bulk     bool           // the last read was large
 	count    *atomic.Uint64
 	left     []byte // was read and did not fit into dst
 	ended    bool   // src's FIN was passed on
@@ -93,6 +99,9 @@ func newHalf(name string, src, dst loop.Conn, count *atomic.Uint64) half {
 	h.receiver, _ = dst.(hbone.Receiver)
 	_, netstack := dst.(loop.Fed)
 	h.kernel = !netstack
+	if h.kernel {
+		h.splicer, _ = src.(loop.Splicer)
+	}
 	return h
 }
 
@@ -265,6 +274,18 @@ func (h *half) lost(r *loop.Ref) error {
 	return &brokenError{h.name, err}
 }
 
+// splice has the kernel move bytes once.
+func (h *half) splice() (int, error) {
+	n, rest, err := h.splicer.TrySplice(h.dst, readBytes)
+	if err == nil {
+		h.left, h.behind, h.bulk = rest, len(rest) > 0, n+len(rest) >= spliceBytes
+	}
+	if send, ok := errors.AsType[*loop.SendError](err); ok {
+		return n, send.Err
+	}
+	return n, err
+}
+
 // step moves bytes once, by the shortest way that the two ends have. It counts what dst took. io.EOF is src's; ErrAgain may
 // be of either end, and both wake the relay.
 func (h *half) step(r *loop.Ref, limit int, full bool) (int, error) {
@@ -285,6 +306,12 @@ func (h *half) step(r *loop.Ref, limit int, full bool) (int, error) {
 	case h.sender != nil:
 		return h.sender.TryWriteTo(h.dst, limit)
 	}
+	if h.bulk && !full && !h.behind {
+		if n, err := h.splice(); !errors.Is(err, errors.ErrUnsupported) {
+			return n, err
+		}
+		h.splicer, h.bulk = nil, false
+	}
 	p := r.Scratch()
 	most := limit
 	switch {
@@ -301,6 +328,7 @@ func (h *half) step(r *loop.Ref, limit int, full bool) (int, error) {
 	if err != nil && err != loop.ErrAgain {
 		return taken, err
 	}
+	h.bulk = h.splicer != nil && n >= spliceBytes
 	if h.behind = taken < n; h.behind {
 		h.left = append([]byte(nil), p[taken:n]...)
 	}

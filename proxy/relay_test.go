@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -171,4 +172,104 @@ func TestResetThatNobodyMeant(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A spliced Conn is one whose bytes the kernel moves: of each splice the destination gets a part, and the rest is the relay's.
+type spliced struct {
+	loop.Conn
+	s *splices
+}
+
+type splices struct {
+	whole, parted int
+	err           error // of the next one
+}
+
+func (c spliced) TrySplice(dst loop.Conn, most int) (int, []byte, error) {
+	if c.s.err != nil {
+		return 0, nil, c.s.err
+	}
+	p := make([]byte, most)
+	n, err := c.TryRead(p)
+	if err != nil {
+		return 0, nil, err
+	}
+	part := n
+	if (c.s.whole+c.s.parted)%3 == 1 {
+		part = n / 2
+	}
+	took, err := dst.TryWrite(p[:part])
+	if err != nil && err != loop.ErrAgain {
+		return took, nil, &loop.SendError{Err: err}
+	}
+	if took == n {
+		c.s.whole++
+		return n, nil, nil
+	}
+	c.s.parted++
+	return took, p[took:n], nil
+}
+
+// What is large is moved by the kernel, where both ends are its sockets.
+func TestRelayHasTheKernelMoveWhatIsLarge(t *testing.T) {
+	start := func(t *testing.T) (*bench, *fakeRequest, loop.Conn, *splices) {
+		b, s := newBench(t, newMesh()), new(splices)
+		b.net.wrap = func(c loop.Conn) loop.Conn { return spliced{c, s} }
+		req := request("1.2.3.4:80")
+		b.ServeTCP(t.Context(), req)
+		b.Settle()
+		return b, req, b.net.far[0], s
+	}
+	var large strings.Builder
+	for i := 0; large.Len() < 3<<20; i++ {
+		fmt.Fprintf(&large, "%d ", i)
+	}
+	text := large.String()
+
+	t.Run("every byte, and the end", func(t *testing.T) {
+		b, req, server, s := start(t)
+		b.push(t, server, req.app, "small")
+		if s.whole+s.parted != 0 {
+			t.Errorf("%+v: what is small is read and written", *s)
+		}
+		b.push(t, server, req.app, text)
+		if s.whole == 0 || s.parted == 0 {
+			t.Errorf("%+v: not all kinds of splices were taken", *s)
+		}
+		b.push(t, req.app, server, "the other direction")
+		b.exchange(t, server, "last")
+		if got, then := all(req.app); got != "last" || then != "EOF" {
+			t.Errorf("the client reads %q, then %q", got, then)
+		}
+		b.exchange(t, req.app, "")
+		want := fmt.Sprintf("bytes_sent=19 bytes_recv=%d", len("small")+len(text)+len("last"))
+		if got := b.lines(t); !strings.Contains(got, want) {
+			t.Errorf("access log %q lacks %q", got, want)
+		}
+	})
+	t.Run("what the kernel cannot move", func(t *testing.T) {
+		b, req, server, s := start(t)
+		s.err = errors.ErrUnsupported
+		b.push(t, server, req.app, text)
+		s.err = nil
+		b.push(t, server, req.app, text)
+		if s.whole+s.parted != 0 {
+			t.Errorf("%+v: it is asked again", *s)
+		}
+		req.app.Reset()
+		b.Settle()
+	})
+	t.Run("an error of the destination", func(t *testing.T) {
+		b, req, server, s := start(t)
+		b.push(t, server, req.app, text[:64<<10])
+		s.err = &loop.SendError{Err: errors.New("no route to host")}
+		server.TryWrite([]byte(text[:64<<10]))
+		b.Settle()
+		if _, then := all(server); then != loop.ErrReset.Error() {
+			t.Errorf("the server reads %q, want a reset", then)
+		}
+		if got := b.lines(t); !strings.Contains(got, `error="receive: no route to host"`) {
+			t.Errorf("access log %q", got)
+		}
+	})
 }

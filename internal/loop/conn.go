@@ -66,6 +66,13 @@ type Sender interface {
 	TryWriteTo(dst Conn, max int) (int, error)
 }
 
+// Splicer is implemented by Conns of the kernel, which moves bytes between two of them that nobody has to see: at most max, of which
+// n reached dst and rest did not; those are the caller's. It has the errors of TryRead; an error of dst is wrapped in a *SendError.
+// ErrUnsupported says that these two have to be read and written.
+type Splicer interface {
+	TrySplice(dst Conn, max int) (n int, rest []byte, err error)
+}
+
 // Checked is implemented by Conns that tell whether they broke without being read: a relay that cannot write on what it would
 // read has no other way to learn that its sender has gone. Bytes that were not read are lost then, as those of a TCP connection
 // that was reset.
