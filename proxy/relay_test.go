@@ -3,6 +3,7 @@ package proxy
 import (
 	"errors"
 	"fmt"
+	"io"
 	"strings"
 	"testing"
 	"time"
@@ -183,14 +184,18 @@ type spliced struct {
 type splices struct {
 	whole, parted int
 	err           error // of the next one
+	stuck         bool  // moves nothing, though there is something
 }
 
 func (c spliced) TrySplice(dst loop.Conn, most int) (int, []byte, error) {
-	if c.s.err != nil {
+	if c.s.err != nil || c.s.stuck {
 		return 0, nil, c.s.err
 	}
 	p := make([]byte, most)
 	n, err := c.TryRead(p)
+	if err == loop.ErrAgain || err == io.EOF {
+		return 0, nil, nil
+	}
 	if err != nil {
 		return 0, nil, err
 	}
@@ -236,13 +241,16 @@ func TestRelayHasTheKernelMoveWhatIsLarge(t *testing.T) {
 		if s.whole == 0 || s.parted == 0 {
 			t.Errorf("%+v: not all kinds of splices were taken", *s)
 		}
+		s.stuck = true // before an urgent byte, which only a read gets past
+		b.push(t, server, req.app, text)
+		s.stuck = false
 		b.push(t, req.app, server, "the other direction")
 		b.exchange(t, server, "last")
 		if got, then := all(req.app); got != "last" || then != "EOF" {
 			t.Errorf("the client reads %q, then %q", got, then)
 		}
 		b.exchange(t, req.app, "")
-		want := fmt.Sprintf("bytes_sent=19 bytes_recv=%d", len("small")+len(text)+len("last"))
+		want := fmt.Sprintf("bytes_sent=19 bytes_recv=%d", len("small")+2*len(text)+len("last"))
 		if got := b.lines(t); !strings.Contains(got, want) {
 			t.Errorf("access log %q lacks %q", got, want)
 		}

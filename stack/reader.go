@@ -27,8 +27,8 @@ const (
 	maxHeaders  = 60 + 60 // IPv4 and TCP header with all options
 	memoryBatch = 3       // frames that fit into the scratch buffer of a loop
 
-	// secondLook is how long after a turn without a packet the device is read once more. A device that is deleted wakes its
-	// reader before it lets go of it: who reads in between is told that there is nothing, and never woken again (Linux 6.18).
+	// secondLook is how long after an event the device is read once more, at least. A device that is deleted wakes its reader before
+	// it lets go of it: who reads in between is told that there is nothing, and never woken again (Linux 6.18).
 	secondLook = 100 * time.Millisecond
 )
 
@@ -39,7 +39,8 @@ type reader struct {
 
 	stopped bool
 	looks   bool       // a second look is due
-	looked  bool       // the next turn is that look
+	events  uint64     // of the device
+	looked  uint64     // for how many of them there was a second look
 	done    chan error // receives one value, with room for it: why the task ended
 
 	// Devices with a descriptor. In bulk mode, which the last large packet began, headers and payload are read into
@@ -63,7 +64,7 @@ func (rd *reader) start(ref *loop.Ref) loop.Task {
 	ref.Lead()
 	rd.predicted = ipv4Len + tcpLen + 12 // with timestamps
 	if fd := rd.s.link.fd; fd >= 0 {
-		if err := ref.Watch(fd, func(loop.Events) { ref.Wake() }); err != nil {
+		if err := ref.Watch(fd, func(loop.Events) { rd.events++; ref.Wake() }); err != nil {
 			rd.done <- fmt.Errorf("stack: %w", err)
 			return nil
 		}
@@ -97,12 +98,7 @@ func (rd *reader) Turn(budget int) (more bool) {
 		return false
 	}
 	rd.large = false
-	second := rd.looked
-	rd.looked = false
-	var (
-		err error
-		all int
-	)
+	var err error
 	for budget > 0 && err == nil {
 		var n int
 		switch {
@@ -114,7 +110,6 @@ func (rd *reader) Turn(budget int) (more bool) {
 			n, err = rd.readWhole()
 		}
 		budget -= n
-		all += n
 		rd.ref.Moved(n)
 	}
 	rd.s.batch.end()
@@ -128,9 +123,7 @@ func (rd *reader) Turn(budget int) (more bool) {
 	case err == nil:
 		return true
 	case errors.Is(err, tun.ErrAgain):
-		if all == 0 && !second {
-			rd.lookAgain()
-		}
+		rd.lookAgain()
 		return false
 	case errors.Is(err, unix.EINTR):
 		return true
@@ -139,15 +132,15 @@ func (rd *reader) Turn(budget int) (more bool) {
 	return false
 }
 
-// lookAgain has the device read once more, if it is a kernel's.
+// lookAgain has the device read once more after the events so far.
 func (rd *reader) lookAgain() {
-	if rd.s.link.fd < 0 || rd.looks {
+	if rd.looks || rd.looked == rd.events {
 		return
 	}
 	rd.looks = true
+	events := rd.events
 	rd.ref.After(secondLook, func() {
-		rd.looks = false
-		rd.looked = true
+		rd.looks, rd.looked = false, events
 		rd.ref.WakeLocal()
 	})
 }

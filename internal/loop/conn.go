@@ -67,8 +67,8 @@ type Sender interface {
 }
 
 // Splicer is implemented by Conns of the kernel, which moves bytes between two of them that nobody has to see: at most max, of which
-// n reached dst and rest did not; those are the caller's. It has the errors of TryRead; an error of dst is wrapped in a *SendError.
-// ErrUnsupported says that these two have to be read and written.
+// n reached dst and rest did not; those are the caller's. Nothing, without an error, says that TryRead has to be asked why. An error of
+// dst is wrapped in a *SendError. errors.ErrUnsupported itself says that these two have to be read and written.
 type Splicer interface {
 	TrySplice(dst Conn, max int) (n int, rest []byte, err error)
 }

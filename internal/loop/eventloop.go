@@ -190,7 +190,8 @@ func (l *eventLoop) start(r *Ref, start func(*Ref) Task) {
 	r.enqueue()
 }
 
-// What a turn may move of those who are one behind the other, in slices.
+// What a turn may move of those who are one behind the other, in slices; on a sparse loop, where they are until they have moved much, a
+// leader's is half of it and a follower has one: those of many pods meet there.
 //
 // A leader's: all that waits, so that what is quiet does not queue behind what is busy. A ping-pong beside eight streams of its pod
 // outside the mesh takes 0.6-0.7 ms (median), with half as much 2.3 (measured).
@@ -207,10 +208,13 @@ const (
 func (l *eventLoop) turn(r *Ref) {
 	r.wakePending.Store(false) // from here on a wake means another turn
 	budget := l.g.cfg.Slice
+	sparse := !l.bulk && len(l.g.bulk) > 0
 	switch {
+	case r.place.leads && sparse:
+		budget *= leaderSlices / 2
 	case r.place.leads:
 		budget *= leaderSlices
-	case r.place.leader != nil && !r.place.works:
+	case r.place.leader != nil && !r.place.works && !sparse:
 		budget *= followerSlices
 	}
 	if r.task.Turn(budget) && !r.removed && r.in == nil {

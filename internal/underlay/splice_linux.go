@@ -55,32 +55,27 @@ func (c *Conn) TrySplice(to loop.Conn, most int) (n int, rest []byte, err error)
 		return 0, nil, errors.ErrUnsupported
 	}
 	if c.empty {
-		return 0, nil, loop.ErrAgain
+		return 0, nil, nil
 	}
 	p, err := takePipe()
 	if err != nil {
 		return 0, nil, errors.ErrUnsupported // copying needs no descriptor
 	}
 	in, err := splice(c.fd, p.w, most)
-	switch {
-	case err != nil:
+	if err != nil || in == 0 {
 		p.release()
-		return 0, nil, c.readError(err)
-	case in == 0:
-		p.release()
-		return 0, nil, c.end()
+		return 0, nil, c.spliceError(err)
 	}
 	for n < in {
 		out, err := splice(p.r, dst.fd, in-n)
-		if err == nil {
-			n += out
-			continue
+		if err == unix.EAGAIN {
+			break
 		}
-		if err != unix.EAGAIN {
+		if err != nil {
 			p.close() // with what is in it
 			return n, nil, &loop.SendError{Err: connError(err)}
 		}
-		break
+		n += out
 	}
 	if n == in {
 		p.release()
@@ -100,6 +95,18 @@ func (c *Conn) TrySplice(to loop.Conn, most int) (n int, rest []byte, err error)
 	}
 	p.release()
 	return n, rest, nil
+}
+
+// spliceError is what it means that nothing came out of the socket. That there is nothing, or no more, is for a read to say: before an
+// urgent byte (RFC 9293, section 3.8.5) splice(2) says the same, and never gets past it.
+func (c *Conn) spliceError(err error) error {
+	switch err {
+	case nil, unix.EAGAIN:
+		return nil
+	case unix.ENOSYS, unix.EOPNOTSUPP, unix.EINVAL, unix.EPERM, unix.EACCES: // a filter of system calls, perhaps
+		return errors.ErrUnsupported
+	}
+	return c.readError(err)
 }
 
 // splice is one splice(2). It ends no process: Go ignores SIGPIPE of descriptors other than 1 and 2.

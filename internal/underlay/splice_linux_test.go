@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 
@@ -30,8 +31,12 @@ func (s *splicer) Turn(int) bool {
 		if len(s.rest) > 0 {
 			n, err = s.to.TryWrite(s.rest)
 			s.rest = s.rest[n:]
-		} else if _, s.rest, err = s.from.TrySplice(s.to, pipeBytes); len(s.rest) > 0 {
+		} else if n, s.rest, err = s.from.TrySplice(s.to, pipeBytes); len(s.rest) > 0 {
 			s.behind++
+		} else if n == 0 && err == nil {
+			s.rest = make([]byte, 64<<10)
+			n, err = s.from.TryRead(s.rest)
+			s.rest = s.rest[:n]
 		}
 		switch err {
 		case nil:
@@ -135,7 +140,7 @@ func TestNetnsSplice(t *testing.T) {
 		defer from.Close()
 		defer to.Close()
 		defer last.Close()
-		if n, rest, err := from.TrySplice(to, 100); n != 0 || rest != nil || err != loop.ErrAgain {
+		if n, rest, err := from.TrySplice(to, 100); n != 0 || rest != nil || err != nil {
 			t.Errorf("with nothing to read: %d, %q, %v", n, rest, err)
 		}
 		memory, other := loop.Pipe()
@@ -145,8 +150,43 @@ func TestNetnsSplice(t *testing.T) {
 			t.Errorf("to a Conn in memory: %v, want ErrUnsupported", err)
 		}
 		first.Close()
-		if n, rest, err := from.TrySplice(to, 100); n != 0 || rest != nil || err != io.EOF {
-			t.Errorf("at the end: %d, %q, %v, want EOF", n, rest, err)
+		if n, rest, err := from.TrySplice(to, 100); n != 0 || rest != nil || err != nil {
+			t.Errorf("at the end: %d, %q, %v", n, rest, err)
+		}
+		if _, err := from.TryRead(make([]byte, 1)); err != io.EOF {
+			t.Errorf("at the end a read says %v, want EOF", err)
+		}
+	})
+	t.Run("past an urgent byte", func(t *testing.T) {
+		first, from := open(t)
+		to, last := open(t)
+		r := u.cfg.Group.Blocking(t.Context(), last)
+		defer r.Close()
+		part := bytes.Repeat([]byte("0123456789abcdef"), 4<<10)
+		write := func(p []byte, flags int) {
+			t.Helper()
+			if n, err := unix.SendmsgN(first.fd, p, nil, nil, flags); n != len(p) || err != nil {
+				t.Fatalf("%d of %d bytes: %v", n, len(p), err)
+			}
+		}
+		write(part, 0)
+		write([]byte("!"), unix.MSG_OOB)
+		write(part, 0)
+		first.Close()
+		s := &splicer{from: from, to: to, done: make(chan error, 1)}
+		u.cfg.Group.Add(func(ref *loop.Ref) loop.Task {
+			s.r = ref
+			if err := errors.Join(from.Attach(ref), to.Attach(ref)); err != nil {
+				t.Error(err)
+			}
+			return s
+		})
+		got, err := io.ReadAll(r)
+		if want := append(slices.Clone(part), part...); err != nil || !bytes.Equal(got, want) {
+			t.Errorf("%d bytes and %v, want the %d around it", len(got), err, len(want))
+		}
+		if err := <-s.done; err != nil {
+			t.Errorf("the end: %v", err)
 		}
 	})
 	t.Run("a reset of the source", func(t *testing.T) {
