@@ -296,9 +296,9 @@ func TestTasksAreBesideTheirLeader(t *testing.T) {
 			m.Settle()
 		}
 	}
-	wake(early, leader, other, late) // early moves much before its leader does, and goes where there is least
-	if late.home() != leader.home() || !late.home().bulk {
-		t.Error("a task that moves much did not go to its leader's loop")
+	wake(early, late, leader, other) // two move much before their leader does, and go where there is least
+	if !early.home().bulk || late.home() != leader.home() || !late.home().bulk {
+		t.Error("a leader that moves much did not go to the loop of the last that waits for it")
 	}
 	if other.home() == leader.home() {
 		t.Error("a task that has no leader is beside one although there is a loop with less")
@@ -317,11 +317,20 @@ func TestTasksAreBesideTheirLeader(t *testing.T) {
 	if early.home() != leader.home() {
 		t.Error("a task that was moved to relieve a loop is moved without need")
 	}
+	tasks[2].n = 0
+	m.Advance(sparseWindow)
+	wake(late) // ends the window of the bulk bytes
+	m.Advance(sparseWindow)
+	wake(late)
+	tasks[2].n = bulkBytes + 1
+	if wake(late); late.home() != leader.home() || !late.home().bulk {
+		t.Error("a task that moves much did not go to its leader's loop")
+	}
 	for _, b := range tasks {
 		b.n = 0
 	}
 	m.Advance(sparseWindow)
-	wake(leader, early, late, other) // ends the window of the bulk bytes
+	wake(leader, early, late, other)
 	m.Advance(sparseWindow)
 	wake(leader, early, late, other)
 	if early.place.relieved {
@@ -331,6 +340,66 @@ func TestTasksAreBesideTheirLeader(t *testing.T) {
 		b.r.Post(b.r.Remove)
 	}
 	m.Settle()
+}
+
+// A leader that brings little but acknowledgements is beside whoever moves much and waits for them, and where nobody does keeps to the sparse
+// loop: so it does where there are several with much work, which would not be beside it.
+func TestALeaderGoesToWhoWaitsForIt(t *testing.T) {
+	for _, tt := range []struct {
+		works []bool
+		goes  bool
+	}{{nil, false}, {[]bool{false}, true}, {[]bool{true}, true}, {[]bool{true, true}, false}, {[]bool{true, true, false}, true}} {
+		t.Run(fmt.Sprint("works=", tt.works), func(t *testing.T) {
+			m := NewManualLoops(epoch, 3, 1)
+			defer func() {
+				if err := m.Close(); err != nil {
+					t.Error(err)
+				}
+			}()
+			leader := &bulkTask{n: sparseBytes + 1}
+			add := func(b *bulkTask, start func(r *Ref)) {
+				m.Group().Add(func(r *Ref) Task {
+					b.r = r
+					start(r)
+					return b
+				})
+				m.Settle()
+			}
+			add(leader, (*Ref).Lead)
+			m.Advance(bulkWindow + 1)
+			leader.n = 0
+			leader.r.Wake()
+			m.Settle() // a new window
+			all := []*bulkTask{leader}
+			for _, works := range tt.works {
+				b := &bulkTask{n: bulkBytes + 1}
+				add(b, func(r *Ref) { r.Beside(leader.r, works) })
+				if all = append(all, b); !b.r.home().bulk {
+					t.Fatal("a task that moves much is not on a bulk loop")
+				}
+			}
+			leader.n = sparseBytes
+			leader.r.Wake()
+			m.Settle()
+			if leader.r.home().bulk {
+				t.Error("a leader that moves little is on a bulk loop")
+			}
+			leader.n = 1
+			leader.r.Wake()
+			m.Settle()
+			if last := all[len(all)-1].r.home(); leader.r.home().bulk != tt.goes || tt.goes && leader.r.home() != last {
+				t.Errorf("the leader is on loop %d (bulk: %v), who waits for it on %d; want that it went there: %v",
+					leader.r.home().index, leader.r.home().bulk, last.index, tt.goes)
+			}
+			for _, b := range all {
+				b.r.Post(b.r.Remove)
+			}
+			m.Settle()
+			if n, w := leader.r.place.followers.Load(), leader.r.place.workers.Load(); n != 0 || w != 0 {
+				t.Errorf("%d followers are counted, %d of them with much work; all have gone", n, w)
+			}
+		})
+	}
 }
 
 func TestTasksWithMuchWorkLeaveTheirLeader(t *testing.T) {
@@ -385,7 +454,7 @@ func TestTasksWithMuchWorkLeaveTheirLeader(t *testing.T) {
 	turn(0, one)
 	m.Advance(sparseWindow)
 	turn(0, one)
-	if n := leader.r.place.followers.Load(); n != 0 || one.r.home().bulk {
+	if n := leader.r.place.workers.Load(); n != 0 || one.r.home().bulk {
 		t.Errorf("%d followers are counted, none moves much", n)
 	}
 	for _, b := range []*bulkTask{leader, one} {

@@ -29,13 +29,16 @@ type Ref struct {
 // A place is where a top-level task is, with all of its children.
 type place struct {
 	at        atomic.Pointer[eventLoop] // changes when it moves
-	followers atomic.Int32              // tasks on bulk loops that have much work on what this one brings
+	followers atomic.Int32              // tasks on bulk loops that move what this one brings
+	workers   atomic.Int32              // of these, those that have much work on it
+	seat      atomic.Pointer[eventLoop] // where the last of them went; nil: none has
 
 	// Of the loop's thread.
 	leads    bool
 	leader   *place // whose task brings what this one moves; nil: none
 	works    bool   // with much work
-	working  bool   // counts among the leader's followers
+	follows  *place // among whose followers it counts; nil: nobody's
+	worker   bool   // it counts among its workers, too
 	relieved bool   // moved to where it is because a loop was saturated
 	moving   bool   // on the way to another loop, which has not taken it over yet
 	moved    int    // bytes since since
@@ -278,7 +281,7 @@ func (r *Ref) Remove() {
 		delete(r.parent.children, r)
 		return
 	}
-	r.place.count(-1)
+	r.place.leave()
 	if _, ok := l.roots[r]; ok {
 		delete(l.roots, r)
 		l.tasks.Add(-1)
