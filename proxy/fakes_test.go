@@ -220,10 +220,11 @@ func (f *fakeTunnel) OpenThrough(_ context.Context, gateway, _ hbone.Target) (hb
 type fakeRequest struct {
 	flow   stack.Flow
 	answer string
-	app    loop.Conn // the application's end, once accepted
-	gone   bool      // the application has given up
-	kernel bool      // takes flows back
-	refuse error     // of the kernel
+	app    loop.Conn                 // the application's end, once accepted
+	wrap   func(loop.Conn) loop.Conn // of the near end; nil: none
+	gone   bool                      // the application has given up
+	kernel bool                      // takes flows back
+	refuse error                     // of the kernel
 }
 
 func request(dst string) *fakeRequest {
@@ -252,6 +253,9 @@ func (r *fakeRequest) Accept(context.Context) (loop.Conn, error) {
 	r.say("accepted")
 	near, far := loop.PipeAddrs(r.flow.Dst, r.flow.Src)
 	r.app = far
+	if r.wrap != nil {
+		near = r.wrap(near)
+	}
 	return near, nil
 }
 

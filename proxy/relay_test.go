@@ -281,3 +281,142 @@ func TestRelayHasTheKernelMoveWhatIsLarge(t *testing.T) {
 		}
 	})
 }
+
+// A peeked Conn knows how much there is to read: it has read it.
+type peeked struct {
+	loop.Conn
+	ahead []byte
+}
+
+func (c *peeked) Readable() int {
+	p := make([]byte, 300<<10)
+	n, _ := c.Conn.TryRead(p)
+	c.ahead = append(c.ahead, p[:n]...)
+	return len(c.ahead)
+}
+
+func (c *peeked) TryRead(p []byte) (int, error) {
+	if len(c.ahead) == 0 {
+		return c.Conn.TryRead(p)
+	}
+	n := copy(p, c.ahead)
+	c.ahead = c.ahead[n:]
+	return n, nil
+}
+
+// A filled Conn reads by itself what it sends.
+type filled struct {
+	loop.Conn
+	f *fills
+}
+
+type fills struct {
+	whole, parted int
+	err           error // of the next one
+	stuck         bool  // moves nothing, though there is something
+}
+
+func (c filled) TryFill(src loop.Measured, most int) (int, error) {
+	if c.f.err != nil || c.f.stuck {
+		return 0, c.f.err
+	}
+	s := src.(*peeked)
+	want := min(s.Readable(), most)
+	n, err := c.TryWrite(s.ahead[:want])
+	s.ahead = s.ahead[n:]
+	switch {
+	case want == 0 || err != nil:
+	case n < want:
+		c.f.parted++
+		err = loop.ErrAgain
+	default:
+		c.f.whole++
+	}
+	return n, err
+}
+
+// What is large is read by the destination itself, where it can.
+func TestRelayHasTheDestinationReadWhatIsLarge(t *testing.T) {
+	start := func(t *testing.T) (*bench, *fakeRequest, loop.Conn, *fills) {
+		b, f := newBench(t, newMesh()), new(fills)
+		b.net.wrap = func(c loop.Conn) loop.Conn { return &peeked{Conn: c} }
+		req := request("1.2.3.4:80")
+		req.wrap = func(c loop.Conn) loop.Conn { return filled{c, f} }
+		b.ServeTCP(t.Context(), req)
+		b.Settle()
+		return b, req, b.net.far[0], f
+	}
+	var large strings.Builder
+	for i := 0; large.Len() < 3<<20; i++ {
+		fmt.Fprintf(&large, "%d ", i)
+	}
+	text := large.String()
+
+	t.Run("every byte, and the end", func(t *testing.T) {
+		b, req, server, f := start(t)
+		b.push(t, server, req.app, "small")
+		if f.whole+f.parted != 0 {
+			t.Errorf("%+v: what is small is read and written", *f)
+		}
+		b.push(t, server, req.app, text)
+		if f.whole == 0 {
+			t.Errorf("%+v: what is large is read and written", *f)
+		}
+		b.push(t, req.app, server, "the other direction")
+		before := *f
+		for range 4 { // until the application's buffer, of 256 KiB, is full
+			if _, err := server.TryWrite([]byte(text[:200<<10])); err != nil && err != loop.ErrAgain {
+				t.Fatal(err)
+			}
+			b.Settle()
+		}
+		if f.parted == before.parted {
+			t.Errorf("%+v: nothing was too much; the test is to see that", *f)
+		}
+		held := ""
+		for part, _ := all(req.app); part != ""; part, _ = all(req.app) {
+			held += part
+			b.Settle()
+		}
+		if want := strings.Repeat(text[:200<<10], 4); len(held) < 256<<10 || !strings.HasPrefix(want, held) {
+			t.Errorf("%d bytes arrived behind a full buffer, or others", len(held))
+		}
+		f.stuck = true // before an urgent byte, which only a read gets past
+		b.push(t, server, req.app, text)
+		f.stuck = false
+		b.exchange(t, server, "last")
+		if got, then := all(req.app); got != "last" || then != "EOF" {
+			t.Errorf("the client reads %q, then %q", got, then)
+		}
+		b.exchange(t, req.app, "")
+		want := fmt.Sprintf("bytes_sent=19 bytes_recv=%d", len("small")+2*len(text)+len(held)+len("last"))
+		if got := b.lines(t); !strings.Contains(got, want) {
+			t.Errorf("access log %q lacks %q", got, want)
+		}
+	})
+	t.Run("small ones after large ones are read and written", func(t *testing.T) {
+		b, req, server, f := start(t)
+		b.push(t, server, req.app, text)
+		b.push(t, server, req.app, "small")
+		before := *f
+		b.push(t, server, req.app, "small")
+		if *f != before {
+			t.Errorf("%+v, before %+v", *f, before)
+		}
+		req.app.Reset()
+		b.Settle()
+	})
+	t.Run("an error", func(t *testing.T) {
+		b, req, server, f := start(t)
+		b.push(t, server, req.app, text[:64<<10])
+		f.err = errors.New("no memory")
+		server.TryWrite([]byte(text[:64<<10]))
+		b.Settle()
+		if _, then := all(server); then != loop.ErrReset.Error() {
+			t.Errorf("the server reads %q, want a reset", then)
+		}
+		if got := b.lines(t); !strings.Contains(got, `error="receive: no memory"`) {
+			t.Errorf("access log %q", got)
+		}
+	})
+}

@@ -72,6 +72,7 @@ type conn struct {
 	released bool
 	broken   error             // not nil: what the netstack said, once, of the end of the connection
 	reader   bytes.Reader      // what TryWrite passes: the arguments of interfaces would escape, one allocation for each call
+	fill     filling           // what TryFill passes
 	slice    tcpip.SliceWriter // what TryRead passes
 	send     sendWriter        // what TryWriteTo passes
 }
@@ -79,6 +80,7 @@ type conn struct {
 var (
 	_ loop.Conn   = (*conn)(nil)
 	_ loop.Sender = (*conn)(nil)
+	_ loop.Filler = (*conn)(nil)
 	_ loop.Fed    = (*conn)(nil)
 
 	_ loop.Checked = (*conn)(nil)
@@ -202,6 +204,58 @@ func (c *conn) TryWrite(p []byte) (int, error) {
 		return 0, c.failure(err)
 	}
 	return int(n), nil
+}
+
+// TryFill implements loop.Filler: src is read into the netstack's own buffers, as much as they take. What does not fit stays in src.
+func (c *conn) TryFill(src loop.Measured, limit int) (int, error) {
+	if c.released || c.finSent {
+		return 0, loop.ErrReset
+	}
+	most := min(src.Readable(), limit)
+	if most <= 0 {
+		return 0, nil
+	}
+	c.fill = filling{src: src, left: most}
+	// As in TryWrite the lock is held; what src reads is a system call, which does not wait.
+	n, err := c.ep.Write(&c.fill, tcpip.WriteOptions{Atomic: true})
+	broke, started := c.fill.err, c.fill.left < most
+	c.fill = filling{}
+	c.touch()
+	switch {
+	case broke != nil && !started:
+		return 0, nil
+	case broke != nil:
+		return 0, fmt.Errorf("stack: read %d bytes that were there: %w", most, broke) // what was read is lost
+	case err != nil:
+		return 0, c.failure(err)
+	case int(n) < most:
+		return int(n), loop.ErrAgain
+	}
+	return int(n), nil
+}
+
+// A filling is the next bytes of a source, as the netstack reads them. It wants no end before it has all that it was promised: after
+// an error, which is not to be an end, it drops what it has.
+type filling struct {
+	src  loop.Measured
+	left int // that the netstack has not read
+	err  error
+}
+
+// Len implements tcpip.Payloader.
+func (f *filling) Len() int { return f.left }
+
+// Read implements tcpip.Payloader.
+func (f *filling) Read(p []byte) (int, error) {
+	if len(p) == 0 { // it asks so for the end
+		return 0, nil
+	}
+	n, err := f.src.TryRead(p)
+	if f.left -= n; err == io.EOF {
+		err = io.ErrUnexpectedEOF
+	}
+	f.err = err
+	return n, err
 }
 
 // TryWriteTo implements loop.Sender: each buffer of a received segment is written straight to dst.

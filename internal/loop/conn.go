@@ -73,6 +73,20 @@ type Splicer interface {
 	TrySplice(dst Conn, max int) (n int, rest []byte, err error)
 }
 
+// Measured is implemented by Conns that know how much there is to read: TryRead brings the next Readable bytes, in as many calls as it
+// takes, before it has nothing or an error. 0 says nothing about what TryRead would return.
+type Measured interface {
+	Conn
+	Readable() int
+}
+
+// Filler is implemented by Conns that a source can be read into without a copy in between: at most max bytes, of those that are there.
+// It has the errors of TryWrite, ErrAgain also when some bytes were taken and no more are now; nothing, without an error, says that TryRead
+// of src has to be asked why.
+type Filler interface {
+	TryFill(src Measured, max int) (int, error)
+}
+
 // Checked is implemented by Conns that tell whether they broke without being read: a relay that cannot write on what it would
 // read has no other way to learn that its sender has gone. Bytes that were not read are lost then, as those of a TCP connection
 // that was reset.

@@ -25,6 +25,7 @@ type Conn struct {
 var (
 	_ loop.Conn       = (*Conn)(nil)
 	_ loop.Vectored   = (*Conn)(nil)
+	_ loop.Measured   = (*Conn)(nil)
 	_ loop.Checked    = (*Conn)(nil)
 	_ loop.Backlogged = (*Conn)(nil)
 )
@@ -58,6 +59,18 @@ func (c *Conn) TryRead(p []byte) (int, error) {
 			return 0, c.readError(err)
 		}
 	}
+}
+
+// Readable implements loop.Measured. It counts up to an urgent byte, and no FIN.
+func (c *Conn) Readable() int {
+	if c.empty {
+		return 0
+	}
+	n, err := unix.IoctlGetInt(c.fd, unix.SIOCINQ)
+	if err != nil {
+		return 0
+	}
+	return n
 }
 
 // readError turns an error of a read into that of a loop.Conn. The next event of a socket that is attached tells when to ask again.
