@@ -211,12 +211,16 @@ func besideMeasurement(which, direction string) measurement {
 				return nil, err
 			}
 			defer bulk.end()
+			// They are known to move much before it comes. In its first milliseconds their tunnel is as good as any.
+			if err := pause(ctx, firstTime); err != nil {
+				return nil, err
+			}
 			return pingpongBeside(ctx, name, asks, p, d, warmup)
 		},
 	}
 }
 
-// firstTime is how long a ping-pong is alone before the streams join it.
+// firstTime is how long a ping-pong is alone before the streams join it, and the streams before it comes.
 const firstTime = 300 * time.Millisecond
 
 func joined(ctx context.Context, name string, p *path, d, warmup time.Duration, startBulk func() (*background, error)) ([]figure, error) {
