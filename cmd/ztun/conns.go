@@ -15,7 +15,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"ztun.dev/ztun/internal/admin"
-	"ztun.dev/ztun/internal/config"
+	"ztun.dev/ztun/internal/strict"
 )
 
 // connsFlags are the flags of ztun conns.
@@ -116,7 +116,7 @@ func (f *connsFlags) check() error {
 		return usagef("ztun conns: %w", err)
 	}
 	if f.state != "" && !slices.Contains(connStates, f.state) {
-		return usagef("ztun conns: --state: %q is none of %s%s", f.state, strings.Join(connStates, ", "), config.Suggestion(f.state, connStates))
+		return usagef("ztun conns: --state: %q is none of %s%s", f.state, strings.Join(connStates, ", "), strict.Suggestion(f.state, connStates))
 	}
 	if connOrders[f.sort] == nil {
 		return usagef("ztun conns: --sort: %q is none of id, age, idle, bytes, setup", f.sort)

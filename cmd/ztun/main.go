@@ -14,9 +14,9 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"ztun.dev/ztun/internal/config"
 	"ztun.dev/ztun/internal/demo"
 	"ztun.dev/ztun/internal/node"
+	"ztun.dev/ztun/internal/strict"
 )
 
 // Exit codes of every command.
@@ -90,7 +90,7 @@ Without a command it does what "ztun proxy" does.`
 		if len(args) == 0 {
 			return nil
 		}
-		return usagef("unknown command %q%s", args[0], config.Suggestion(args[0], commandNames(cmd)))
+		return usagef("unknown command %q%s", args[0], strict.Suggestion(args[0], commandNames(cmd)))
 	}
 	root.SilenceErrors, root.SilenceUsage = true, true
 	root.SetFlagErrorFunc(flagError)
@@ -130,7 +130,7 @@ func flagError(cmd *cobra.Command, err error) error {
 	var names []string
 	cmd.Flags().VisitAll(func(f *pflag.Flag) { names = append(names, "--"+f.Name) })
 	name := "--" + unknown.GetSpecifiedName()
-	return usagef("%s: unknown flag %s%s", cmd.CommandPath(), name, config.Suggestion(name, names))
+	return usagef("%s: unknown flag %s%s", cmd.CommandPath(), name, strict.Suggestion(name, names))
 }
 
 // wanted says what a flag of a type takes. The package's own types say it in terms of Go, ours (err) in words.
@@ -167,7 +167,7 @@ func amendCompletion(cmd *cobra.Command) {
 		if len(args) == 0 {
 			return nil
 		}
-		return usagef("%s: %q is none of %s%s", cmd.CommandPath(), args[0], strings.Join(shells, ", "), config.Suggestion(args[0], shells))
+		return usagef("%s: %q is none of %s%s", cmd.CommandPath(), args[0], strings.Join(shells, ", "), strict.Suggestion(args[0], shells))
 	}
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
 }
@@ -182,7 +182,7 @@ func newHelp() *cobra.Command {
 			root := cmd.Root()
 			found, rest, err := root.Find(args)
 			if err != nil || len(rest) > 0 {
-				return usagef("unknown command %q%s", strings.Join(args, " "), config.Suggestion(args[0], commandNames(root)))
+				return usagef("unknown command %q%s", strings.Join(args, " "), strict.Suggestion(args[0], commandNames(root)))
 			}
 			found.InitDefaultHelpFlag()
 			return found.Help()

@@ -8,6 +8,8 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+
+	"ztun.dev/ztun/internal/strict"
 )
 
 // Sources is what Load reads. The zero value gives the defaults.
@@ -104,7 +106,7 @@ func (l *loader) environment(list []string) map[string]string {
 		}
 		env[name] = v
 		if strings.HasPrefix(name, "ZTUN_") && !slices.Contains(known, name) && !serviceLink.MatchString(name) {
-			l.errorf("environment: %s: unknown variable%s", name, Suggestion(name, known))
+			l.errorf("environment: %s: unknown variable%s", name, strict.Suggestion(name, known))
 		}
 	}
 	return env

@@ -1,11 +1,9 @@
 package config
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"maps"
 	"os"
@@ -13,6 +11,8 @@ import (
 	"strings"
 
 	"go.yaml.in/yaml/v3"
+
+	"ztun.dev/ztun/internal/strict"
 )
 
 // MeshFile is where the mesh configuration is mounted.
@@ -39,72 +39,57 @@ func (l *loader) meshFile(name string) {
 
 // proxyConfig reads a ProxyConfig, in the mesh file under its key there.
 func (l *loader) proxyConfig(from Source, name string, data []byte) {
-	dec := yaml.NewDecoder(bytes.NewReader(data))
-	var doc yaml.Node
-	if err := dec.Decode(&doc); err != nil {
-		if !errors.Is(err, io.EOF) {
-			l.errorf("%s:%s", name, yamlLine.ReplaceAllString(err.Error(), "$1 "))
-		}
+	root, err := strict.Document(name, data)
+	if err != nil {
+		l.errorf("%w", err)
+	}
+	if root == nil {
 		return
 	}
-	f := &fileReader{loader: l, name: name}
-	root, path := resolve(doc.Content[0]), ""
+	path := ""
 	if from == FromMesh && root.Kind == yaml.MappingNode {
 		path = "defaultConfig"
-		if root = child(root, path); root == nil {
+		if root = strict.Child(root, path); root == nil {
 			return
 		}
 	}
-	if isNull(root) {
+	if strict.IsNull(root) {
 		return
 	}
+	l.nodes(name, func(f *fileReader) { f.proxyConfig(root, path, from) })
+}
+
+func (f *fileReader) proxyConfig(root *yaml.Node, path string, from Source) {
 	if root.Kind != yaml.MappingNode {
-		f.at(root, path, "want a mapping, have %s", describe(root))
+		f.Errorf(root, path, "want a mapping, have %s", strict.Describe(root))
 		return
 	}
 	for _, key := range slices.Sorted(maps.Keys(proxyConfigKeys)) {
-		if n := child(root, key); n != nil && !isNull(n) {
-			f.setting(find(proxyConfigKeys[key]), n, join(path, key), from)
+		if n := strict.Child(root, key); n != nil && !strict.IsNull(n) {
+			f.setting(find(proxyConfigKeys[key]), n, strict.Join(path, key), from)
 		}
 	}
-	if n := child(root, "proxyMetadata"); n != nil && !isNull(n) {
-		f.metadata(n, join(path, "proxyMetadata"), from)
+	if n := strict.Child(root, "proxyMetadata"); n != nil && !strict.IsNull(n) {
+		f.metadata(n, strict.Join(path, "proxyMetadata"), from)
 	}
-}
-
-func join(path, key string) string {
-	if path == "" {
-		return key
-	}
-	return path + "." + key
-}
-
-// child is the value of a key, or nil.
-func child(n *yaml.Node, key string) *yaml.Node {
-	for i := 0; i+1 < len(n.Content); i += 2 {
-		if n.Content[i].Value == key {
-			return resolve(n.Content[i+1])
-		}
-	}
-	return nil
 }
 
 // metadata reads proxyMetadata: what ISTIO_META_ variables would say, with or without that prefix.
 func (f *fileReader) metadata(n *yaml.Node, path string, from Source) {
 	if n.Kind != yaml.MappingNode {
-		f.at(n, path, "want a mapping, have %s", describe(n))
+		f.Errorf(n, path, "want a mapping, have %s", strict.Describe(n))
 		return
 	}
 	for i := 0; i+1 < len(n.Content); i += 2 {
-		k, v := n.Content[i].Value, resolve(n.Content[i+1])
-		text, ok := f.scalar(v, join(path, k), "a string")
+		k, v := n.Content[i].Value, strict.Resolve(n.Content[i+1])
+		text, ok := f.Scalar(v, strict.Join(path, k), "a string")
 		if !ok {
 			continue
 		}
 		name := strings.TrimPrefix(k, metadataPrefix)
 		f.cfg.setMetadata(name, text)
 		if s := withMetadata(name); s != nil {
-			f.setting(s, v, join(path, k), from)
+			f.setting(s, v, strict.Join(path, k), from)
 		}
 	}
 }

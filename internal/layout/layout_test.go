@@ -32,7 +32,8 @@ type row struct {
 var table = []row{
 	{"tun", "layer-3 devices and what leads packets to them", nil},
 	{"internal/loop", "event loops: which task moves bytes next, and on which thread", nil},
-	{"internal/workload", "the mesh as this node sees it", nil},
+	{"internal/strict", "what people write, read so that each mistake is told with its place", nil},
+	{"internal/workload", "the mesh as this node sees it", []string{"strict"}},
 	{"internal/ca", "a small certificate authority in files", nil},
 	{"internal/lab", "whole networks of namespaces to try things on", nil},
 	{"internal/layout", "this table", nil},
@@ -42,7 +43,7 @@ var table = []row{
 	{"internal/identity", "certificates for identities", []string{"workload"}},
 	{"internal/authz", "policy evaluated on facts of a connection", []string{"workload"}},
 	{"internal/telemetry", "connection records, their metrics, the access log and the logger", []string{"workload"}},
-	{"internal/config", "one typed configuration of all sources", []string{"telemetry"}}, // filters, formats and labels are read by who uses them
+	{"internal/config", "one typed configuration of all sources", []string{"telemetry", "strict"}}, // filters, formats and labels are read by who uses them
 	{"internal/hbone", "HTTP/2 CONNECT over mTLS", []string{"workload", "loop"}},
 	{"internal/replay", "a packet capture played to a netstack", []string{"tun", "loop", "hbone", "workload"}},
 	{"dnsproxy", "names of the mesh answered, others forwarded", []string{"workload", "telemetry", "loop"}}, // its resolver waits as set-ups do
@@ -56,7 +57,7 @@ var table = []row{
 	{"internal/demo", "the demonstration of the README", []string{"lab", "node", "ca", "config"}},
 	{"internal/benchnet", "what ztun costs, beside direct traffic and yardsticks", []string{"lab", "ca", "config", "node"}},
 	{"internal/scenarios", "which of the numbered scenarios the tests have shown", nil},
-	{"cmd/ztun", "the command line", []string{"config", "node", "admin", "workload", "demo", "ca", "explain", "replay"}},
+	{"cmd/ztun", "the command line", []string{"strict", "config", "node", "admin", "workload", "demo", "ca", "explain", "replay"}},
 }
 
 // outside lists packages that may use any module: they are for trials and tests.
@@ -74,7 +75,7 @@ var behind = map[string][]string{
 	"github.com/miekg/dns":            {"dnsproxy"},
 	"github.com/spf13/cobra":          {"cmd/ztun"},
 	"github.com/spf13/pflag":          {"cmd/ztun"}, // cobra's
-	"go.yaml.in/yaml/v3":              {"internal/config", "internal/workload", "internal/replay"},
+	"go.yaml.in/yaml/v3":              {"internal/strict", "internal/config", "internal/workload", "internal/replay"},
 	"golang.org/x/sys/unix":           {"tun", "stack", "internal/loop", "internal/underlay", "internal/node", "internal/demo"}, // the kernel's interface
 	"golang.org/x/sync":               {"internal/node", "internal/demo"},
 	"github.com/hashicorp/golang-lru": {"internal/workload", "internal/identity", "dnsproxy"},

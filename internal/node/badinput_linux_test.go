@@ -77,7 +77,7 @@ func TestNetnsBadConfiguration(t *testing.T) {
 		oldnew []string
 		want   []string
 	}{
-		{"a typo in the state", []string{"mesh.yaml", "typo.yaml"}, []string{fmt.Sprintf("typo.yaml:%d: ", line), "serviceAcount", `did you mean "serviceAccount"?`}},
+		{"a typo in the state", []string{"mesh.yaml", "typo.yaml"}, []string{fmt.Sprintf("typo.yaml:%d: ", line), "serviceAcount", "did you mean serviceAccount?"}},
 		{"a state that is no YAML", []string{"mesh.yaml", "broken.yaml"}, []string{"broken.yaml"}},
 		{"no state", []string{"mesh.yaml", "nothing.yaml"}, []string{"state file", "nothing.yaml", "no such file", "LOCAL_XDS_PATH"}},
 		{"a netns that does not exist", []string{pod, "/run/netns/ztun-test-nothing"}, []string{"pod shop/client", "/run/netns/ztun-test-nothing", "is the pod gone"}},

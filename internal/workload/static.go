@@ -1,16 +1,15 @@
 package workload
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"slices"
 	"strings"
-	"unicode/utf8"
 
 	"go.yaml.in/yaml/v3"
+
+	"ztun.dev/ztun/internal/strict"
 )
 
 // Defaults of workloads, as the workload API has them.
@@ -25,48 +24,29 @@ const (
 // that the file does not have, is an error "name:line: path: what". All errors are returned, joined.
 func ParseStatic(name string, data []byte) (State, error) {
 	var st State
-	dec := yaml.NewDecoder(bytes.NewReader(data))
-	var doc yaml.Node
-	if err := dec.Decode(&doc); err != nil {
-		if errors.Is(err, io.EOF) {
-			return State{}, fmt.Errorf("%s:1: the file is empty; an empty mesh is {}", name)
-		}
-		if line := notText(data); line > 0 {
-			return State{}, fmt.Errorf("%s:%d: this is no text in UTF-8; want a YAML file", name, line)
-		}
-		return State{}, fmt.Errorf("%s: %s", name, strings.TrimPrefix(err.Error(), "yaml: "))
+	root, err := strict.Document(name, data)
+	if err != nil {
+		return State{}, err
 	}
-	if err := dec.Decode(new(yaml.Node)); !errors.Is(err, io.EOF) {
-		return State{}, fmt.Errorf("%s: more than one YAML document; put everything into one", name)
+	if root == nil {
+		return State{}, fmt.Errorf("%s:1: the file is empty; an empty mesh is {}", name)
 	}
-	d := &decoder{file: name}
+	d := &decoder{strict.Reader{Name: name}}
 	lines := make(map[any]*yaml.Node)
-	d.mapping(doc.Content[0], "", map[string]field{
+	d.Mapping(root, "", map[string]strict.Field{
 		"workloads": listOf(d, &st.Workloads, lines, d.workload),
 		"services":  listOf(d, &st.Services, lines, d.service),
 		"policies":  listOf(d, &st.Policies, lines, d.policy),
 	})
-	if len(d.errs) == 0 {
+	if len(d.Errs) == 0 {
 		d.check(st, lines)
 	}
-	return st, d.err()
+	return st, errors.Join(d.Errs...)
 }
 
-// notText is the line of the first byte that no YAML file in UTF-8 has, such as those of a packet capture; 0: there is none.
-func notText(data []byte) (line int) {
-	for i := 0; i < len(data); {
-		r, n := utf8.DecodeRune(data[i:])
-		if r == 0 || r == utf8.RuneError && n == 1 {
-			return 1 + bytes.Count(data[:i], []byte("\n"))
-		}
-		i += n
-	}
-	return 0
-}
-
-func listOf[T any](d *decoder, dst *[]*T, lines map[any]*yaml.Node, item func(*T, *yaml.Node, string)) field {
+func listOf[T any](d *decoder, dst *[]*T, lines map[any]*yaml.Node, item func(*T, *yaml.Node, string)) strict.Field {
 	return func(n *yaml.Node, path string) {
-		d.list(n, path, func(n *yaml.Node, path string) {
+		d.List(n, path, func(n *yaml.Node, path string) {
 			v := new(T)
 			item(v, n, path)
 			*dst = append(*dst, v)
@@ -77,16 +57,16 @@ func listOf[T any](d *decoder, dst *[]*T, lines map[any]*yaml.Node, item func(*T
 
 func (d *decoder) workload(w *Workload, n *yaml.Node, path string) {
 	w.TrustDomain, w.ServiceAccount, w.ClusterID, w.Capacity = DefaultTrustDomain, DefaultServiceAccount, DefaultClusterID, 1
-	d.mapping(n, path, map[string]field{
-		"uid":                   d.str(&w.UID),
-		"name":                  d.str(&w.Name),
-		"namespace":             d.str(&w.Namespace),
+	d.Mapping(n, path, map[string]strict.Field{
+		"uid":                   d.String(&w.UID),
+		"name":                  d.String(&w.Name),
+		"namespace":             d.String(&w.Namespace),
 		"workloadIps":           d.addrs(&w.Addresses),
-		"serviceAccount":        d.str(&w.ServiceAccount),
-		"trustDomain":           d.str(&w.TrustDomain),
-		"network":               d.str(&w.Network),
-		"node":                  d.str(&w.Node),
-		"clusterId":             d.str(&w.ClusterID),
+		"serviceAccount":        d.String(&w.ServiceAccount),
+		"trustDomain":           d.String(&w.TrustDomain),
+		"network":               d.String(&w.Network),
+		"node":                  d.String(&w.Node),
+		"clusterId":             d.String(&w.ClusterID),
 		"protocol":              enum(d, &w.Protocol, protocolNames),
 		"networkMode":           enum(d, &w.NetworkMode, networkModeNames),
 		"status":                enum(d, &w.Status, statusNames),
@@ -98,10 +78,10 @@ func (d *decoder) workload(w *Workload, n *yaml.Node, path string) {
 		"waypoint":              d.optionalGateway(&w.Waypoint),
 		"networkGateway":        d.optionalGateway(&w.NetworkGateway),
 		"authorizationPolicies": d.strings(&w.AuthorizationPolicies),
-		"workloadName":          d.str(&w.WorkloadName),
+		"workloadName":          d.String(&w.WorkloadName),
 		"workloadType":          enum(d, &w.WorkloadType, typeNames),
-		"canonicalName":         d.str(&w.CanonicalName),
-		"canonicalRevision":     d.str(&w.CanonicalRevision),
+		"canonicalName":         d.String(&w.CanonicalName),
+		"canonicalRevision":     d.String(&w.CanonicalRevision),
 		"services":              d.workloadServices(&w.Services),
 	}, "namespace", "workloadIps", "services")
 	if w.TrustDomain == "" {
@@ -118,20 +98,20 @@ func (d *decoder) workload(w *Workload, n *yaml.Node, path string) {
 	}
 }
 
-func (d *decoder) lower(dst *string) field {
+func (d *decoder) lower(dst *string) strict.Field {
 	return func(n *yaml.Node, path string) {
-		d.str(dst)(n, path)
+		d.String(dst)(n, path)
 		*dst = strings.ToLower(*dst)
 	}
 }
 
 var appTunnelNames = []string{"NONE", "PROXY"}
 
-func (d *decoder) appTunnel(dst **AppTunnel) field {
+func (d *decoder) appTunnel(dst **AppTunnel) strict.Field {
 	return func(n *yaml.Node, path string) {
 		var t AppTunnel
 		var protocol uint8
-		d.mapping(n, path, map[string]field{
+		d.Mapping(n, path, map[string]strict.Field{
 			"protocol": enum(d, &protocol, appTunnelNames),
 			"port":     d.port(&t.Port),
 		}, "protocol")
@@ -140,18 +120,18 @@ func (d *decoder) appTunnel(dst **AppTunnel) field {
 	}
 }
 
-func (d *decoder) locality(dst *Locality) field {
+func (d *decoder) locality(dst *Locality) strict.Field {
 	return func(n *yaml.Node, path string) {
-		d.mapping(n, path, map[string]field{
-			"region": d.str(&dst.Region), "zone": d.str(&dst.Zone), "subzone": d.str(&dst.Subzone),
+		d.Mapping(n, path, map[string]strict.Field{
+			"region": d.String(&dst.Region), "zone": d.String(&dst.Zone), "subzone": d.String(&dst.Subzone),
 		}, "region", "zone", "subzone")
 	}
 }
 
-func (d *decoder) workloadServices(dst *map[ServiceKey]PortMap) field {
+func (d *decoder) workloadServices(dst *map[ServiceKey]PortMap) strict.Field {
 	return func(n *yaml.Node, path string) {
 		if n.Kind != yaml.MappingNode {
-			d.errorf(n, path, "want a mapping of <namespace>/<hostname> to ports, have %s", describe(n))
+			d.Errorf(n, path, "want a mapping of <namespace>/<hostname> to ports, have %s", strict.Describe(n))
 			return
 		}
 		*dst = make(map[ServiceKey]PortMap, len(n.Content)/2)
@@ -160,20 +140,20 @@ func (d *decoder) workloadServices(dst *map[ServiceKey]PortMap) field {
 			at := path + `["` + k.Value + `"]`
 			key, ok := ParseServiceKey(strings.ToLower(k.Value))
 			if !ok {
-				d.errorf(k, at, "want <namespace>/<hostname>")
+				d.Errorf(k, at, "want <namespace>/<hostname>")
 				continue
 			}
 			var ports PortMap
-			d.ports(&ports)(resolve(n.Content[i+1]), at)
+			d.ports(&ports)(strict.Resolve(n.Content[i+1]), at)
 			(*dst)[key] = ports
 		}
 	}
 }
 
 func (d *decoder) service(s *Service, n *yaml.Node, path string) {
-	d.mapping(n, path, map[string]field{
-		"name":              d.str(&s.Name),
-		"namespace":         d.str(&s.Namespace),
+	d.Mapping(n, path, map[string]strict.Field{
+		"name":              d.String(&s.Name),
+		"namespace":         d.String(&s.Namespace),
 		"hostname":          d.lower(&s.Hostname),
 		"vips":              d.networkAddrs(&s.VIPs),
 		"cidrVips":          d.cidrVIPs(&s.CIDRVIPs),
@@ -188,12 +168,12 @@ func (d *decoder) service(s *Service, n *yaml.Node, path string) {
 	}, "name", "namespace", "hostname", "vips", "ports")
 }
 
-func (d *decoder) cidrVIPs(dst *[]NetworkPrefix) field {
+func (d *decoder) cidrVIPs(dst *[]NetworkPrefix) strict.Field {
 	return func(n *yaml.Node, path string) {
-		d.list(n, path, func(n *yaml.Node, path string) {
+		d.List(n, path, func(n *yaml.Node, path string) {
 			var v NetworkPrefix
-			d.mapping(n, path, map[string]field{
-				"network": d.str(&v.Network),
+			d.Mapping(n, path, map[string]strict.Field{
+				"network": d.String(&v.Network),
 				"cidr":    func(n *yaml.Node, path string) { v.Prefix, _ = d.prefix(n, path) },
 			}, "cidr")
 			*dst = append(*dst, v)
@@ -201,11 +181,11 @@ func (d *decoder) cidrVIPs(dst *[]NetworkPrefix) field {
 	}
 }
 
-func (d *decoder) weightedWaypoints(dst *[]WeightedWaypoint) field {
+func (d *decoder) weightedWaypoints(dst *[]WeightedWaypoint) strict.Field {
 	return func(n *yaml.Node, path string) {
-		d.list(n, path, func(n *yaml.Node, path string) {
+		d.List(n, path, func(n *yaml.Node, path string) {
 			var v WeightedWaypoint
-			d.mapping(n, path, map[string]field{
+			d.Mapping(n, path, map[string]strict.Field{
 				"destination": d.gateway(&v.Destination),
 				"weight":      d.uint32(&v.Weight),
 			}, "destination", "weight")
@@ -214,9 +194,9 @@ func (d *decoder) weightedWaypoints(dst *[]WeightedWaypoint) field {
 	}
 }
 
-func (d *decoder) loadBalancer(dst *LoadBalancer) field {
+func (d *decoder) loadBalancer(dst *LoadBalancer) strict.Field {
 	return func(n *yaml.Node, path string) {
-		d.mapping(n, path, map[string]field{
+		d.Mapping(n, path, map[string]strict.Field{
 			"routingPreferences": enums(d, &dst.Preferences, scopeNames),
 			"mode":               enum(d, &dst.Mode, lbModeNames),
 			"healthPolicy":       enum(d, &dst.Health, healthNames),
@@ -225,18 +205,18 @@ func (d *decoder) loadBalancer(dst *LoadBalancer) field {
 }
 
 func (d *decoder) policy(p *Policy, n *yaml.Node, path string) {
-	d.mapping(n, path, map[string]field{
-		"name":      d.str(&p.Name),
-		"namespace": d.str(&p.Namespace),
+	d.Mapping(n, path, map[string]strict.Field{
+		"name":      d.String(&p.Name),
+		"namespace": d.String(&p.Namespace),
 		"scope":     enum(d, &p.Scope, policyScopeNames),
 		"action":    enum(d, &p.Action, actionNames),
 		"dryRun":    d.boolean(&p.DryRun),
 		"rules": func(n *yaml.Node, path string) {
-			d.list(n, path, func(n *yaml.Node, path string) {
+			d.List(n, path, func(n *yaml.Node, path string) {
 				var g Group
-				d.list(n, path, func(n *yaml.Node, path string) {
+				d.List(n, path, func(n *yaml.Node, path string) {
 					var r Rule
-					d.list(n, path, func(n *yaml.Node, path string) { r = append(r, d.match(n, path)) })
+					d.List(n, path, func(n *yaml.Node, path string) { r = append(r, d.match(n, path)) })
 					g = append(g, r)
 				})
 				p.Groups = append(p.Groups, g)
@@ -247,7 +227,7 @@ func (d *decoder) policy(p *Policy, n *yaml.Node, path string) {
 
 func (d *decoder) match(n *yaml.Node, path string) Match {
 	var m Match
-	d.mapping(n, path, map[string]field{
+	d.Mapping(n, path, map[string]strict.Field{
 		"namespaces":          d.stringMatches(&m.Namespaces),
 		"notNamespaces":       d.stringMatches(&m.NotNamespaces),
 		"principals":          d.stringMatches(&m.Principals),
@@ -264,9 +244,9 @@ func (d *decoder) match(n *yaml.Node, path string) Match {
 	return m
 }
 
-func (d *decoder) portList(dst *[]uint16) field {
+func (d *decoder) portList(dst *[]uint16) strict.Field {
 	return func(n *yaml.Node, path string) {
-		d.list(n, path, func(n *yaml.Node, path string) {
+		d.List(n, path, func(n *yaml.Node, path string) {
 			var p uint16
 			d.port(&p)(n, path)
 			*dst = append(*dst, p)
@@ -274,12 +254,12 @@ func (d *decoder) portList(dst *[]uint16) field {
 	}
 }
 
-func (d *decoder) serviceAccounts(dst *[]ServiceAccount) field {
+func (d *decoder) serviceAccounts(dst *[]ServiceAccount) strict.Field {
 	return func(n *yaml.Node, path string) {
-		d.list(n, path, func(n *yaml.Node, path string) {
+		d.List(n, path, func(n *yaml.Node, path string) {
 			var sa ServiceAccount
-			d.mapping(n, path, map[string]field{
-				"namespace": d.str(&sa.Namespace), "serviceAccount": d.str(&sa.Name),
+			d.Mapping(n, path, map[string]strict.Field{
+				"namespace": d.String(&sa.Namespace), "serviceAccount": d.String(&sa.Name),
 			}, "namespace", "serviceAccount")
 			*dst = append(*dst, sa)
 		})
@@ -289,12 +269,12 @@ func (d *decoder) serviceAccounts(dst *[]ServiceAccount) field {
 var matchKinds = []string{"Exact", "Prefix", "Suffix", "Presence"}
 
 // stringMatches reads "!Exact x" and "{Exact: x}" alike; Presence has no value.
-func (d *decoder) stringMatches(dst *[]StringMatch) field {
+func (d *decoder) stringMatches(dst *[]StringMatch) strict.Field {
 	return func(n *yaml.Node, path string) {
-		d.list(n, path, func(n *yaml.Node, path string) {
+		d.List(n, path, func(n *yaml.Node, path string) {
 			kind, value := strings.TrimPrefix(n.Tag, "!"), n
 			if n.Kind == yaml.MappingNode && len(n.Content) == 2 {
-				kind, value = n.Content[0].Value, resolve(n.Content[1])
+				kind, value = n.Content[0].Value, strict.Resolve(n.Content[1])
 			}
 			for i, k := range matchKinds {
 				if k != kind {
@@ -302,12 +282,12 @@ func (d *decoder) stringMatches(dst *[]StringMatch) field {
 				}
 				m := StringMatch{Kind: MatchKind(i)}
 				if m.Kind != MatchPresence {
-					d.str(&m.Value)(value, path)
+					d.String(&m.Value)(value, path)
 				}
 				*dst = append(*dst, m)
 				return
 			}
-			d.errorf(n, path, "want !Exact, !Prefix, !Suffix or !Presence before the value, have %s", describe(n))
+			d.Errorf(n, path, "want !Exact, !Prefix, !Suffix or !Presence before the value, have %s", strict.Describe(n))
 		})
 	}
 }
@@ -317,14 +297,14 @@ func (d *decoder) check(st State, lines map[any]*yaml.Node) {
 	services := make(map[ServiceKey]bool)
 	for i, s := range st.Services {
 		if services[s.Key()] {
-			d.errorf(lines[s], fmt.Sprintf("services[%d]", i), "service %s is defined twice", s.Key())
+			d.Errorf(lines[s], fmt.Sprintf("services[%d]", i), "service %s is defined twice", s.Key())
 		}
 		services[s.Key()] = true
 	}
 	policies := make(map[string]bool)
 	for i, p := range st.Policies {
 		if policies[p.Key()] {
-			d.errorf(lines[p], fmt.Sprintf("policies[%d]", i), "policy %s is defined twice", p.Key())
+			d.Errorf(lines[p], fmt.Sprintf("policies[%d]", i), "policy %s is defined twice", p.Key())
 		}
 		policies[p.Key()] = true
 	}
@@ -332,17 +312,17 @@ func (d *decoder) check(st State, lines map[any]*yaml.Node) {
 	for i, w := range st.Workloads {
 		path := fmt.Sprintf("workloads[%d]", i)
 		if uids[w.UID] {
-			d.errorf(lines[w], path, "workload %s is defined twice; give each its own uid", w.UID)
+			d.Errorf(lines[w], path, "workload %s is defined twice; give each its own uid", w.UID)
 		}
 		uids[w.UID] = true
 		for _, key := range slices.SortedFunc(maps.Keys(w.Services), compareKeys) {
 			if !services[key] {
-				d.errorf(lines[w], path+".services", "there is no service %s in this file", key)
+				d.Errorf(lines[w], path+".services", "there is no service %s in this file", key)
 			}
 		}
 		for j, key := range w.AuthorizationPolicies {
 			if !policies[key] {
-				d.errorf(lines[w], fmt.Sprintf("%s.authorizationPolicies[%d]", path, j), "there is no policy %s in this file", key)
+				d.Errorf(lines[w], fmt.Sprintf("%s.authorizationPolicies[%d]", path, j), "there is no policy %s in this file", key)
 			}
 		}
 	}
@@ -351,7 +331,7 @@ func (d *decoder) check(st State, lines map[any]*yaml.Node) {
 			for r, rule := range group {
 				for m := range rule {
 					if rule[m].Empty() {
-						d.errorf(lines[p], fmt.Sprintf("policies[%d].rules[%d][%d][%d]", i, g, r, m), "a match without a condition never matches; name one")
+						d.Errorf(lines[p], fmt.Sprintf("policies[%d].rules[%d][%d][%d]", i, g, r, m), "a match without a condition never matches; name one")
 					}
 				}
 			}

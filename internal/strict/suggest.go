@@ -1,15 +1,16 @@
-package config
+package strict
 
 import (
 	"fmt"
 	"strings"
 )
 
-// Suggestion is "; did you mean x?" with the nearest of the known names, the first if several are near, or "" if none is.
+// Suggestion is "; did you mean x?" with the nearest of the known names, the first if several are, or "" if none is near: within three
+// edits, and half of its letters.
 func Suggestion(name string, known []string) string {
 	best, distance := "", 4
 	for _, k := range known {
-		if n := editDistance(strings.ToLower(name), strings.ToLower(k)); n < distance && n < len(name) {
+		if n := editDistance(strings.ToLower(name), strings.ToLower(k)); n < distance && 2*n <= len(name)+1 {
 			best, distance = k, n
 		}
 	}
