@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -312,6 +313,7 @@ type filled struct {
 
 type fills struct {
 	whole, parted int
+	most          int   // bytes that were asked for at once
 	err           error // of the next one
 	stuck         bool  // moves nothing, though there is something
 }
@@ -320,6 +322,7 @@ func (c filled) TryFill(src loop.Measured, most int) (int, error) {
 	if c.f.err != nil || c.f.stuck {
 		return 0, c.f.err
 	}
+	c.f.most = max(c.f.most, most)
 	s := src.(*peeked)
 	want := min(s.Readable(), most)
 	n, err := c.TryWrite(s.ahead[:want])
@@ -359,8 +362,8 @@ func TestRelayHasTheDestinationReadWhatIsLarge(t *testing.T) {
 			t.Errorf("%+v: what is small is read and written", *f)
 		}
 		b.push(t, server, req.app, text)
-		if f.whole == 0 {
-			t.Errorf("%+v: what is large is read and written", *f)
+		if f.whole == 0 || f.most > 128<<10 {
+			t.Errorf("%+v: what is large is read and written, or more than the share of a turn at once", *f)
 		}
 		b.push(t, req.app, server, "the other direction")
 		before := *f
@@ -405,6 +408,42 @@ func TestRelayHasTheDestinationReadWhatIsLarge(t *testing.T) {
 		}
 		req.app.Reset()
 		b.Settle()
+	})
+	t.Run("FP-09 while memory is full little is read", func(t *testing.T) {
+		b, f := newBench(t, newMesh()), new(fills)
+		b.cfg.Budget = loop.NewBudget(1 << 20)
+		b.net.wrap = func(c loop.Conn) loop.Conn { return &peeked{Conn: c} }
+		req := request("1.2.3.4:80")
+		req.wrap = func(c loop.Conn) loop.Conn { return filled{c, f} }
+		b.ServeTCP(t.Context(), req)
+		b.Settle()
+		b.push(t, b.net.far[0], req.app, text)
+		before := *f
+		hog := loop.NewAccount(b.cfg.Budget)
+		hog.Set(1 << 20)
+		b.push(t, b.net.far[0], req.app, text)
+		hog.Set(0)
+		if before.whole == 0 || *f != before {
+			t.Errorf("%+v, before memory was full %+v", *f, before)
+		}
+		req.app.Reset()
+		b.Settle()
+	})
+	t.Run("what is left of a turn is no sign of little", func(t *testing.T) {
+		near, far := loop.Pipe()
+		app, _ := loop.Pipe()
+		far.TryWrite([]byte(text[:200<<10]))
+		h := newHalf("receive", &peeked{Conn: near}, filled{app, new(fills)}, new(atomic.Uint64))
+		h.bulk = true
+		if n, err := h.uncopied(1000); n != 1000 || err != nil || !h.bulk {
+			t.Errorf("%d bytes of 1000, %v; there is as much as before: %v", n, err, h.bulk)
+		}
+	})
+	t.Run("a source that does not know what it has", func(t *testing.T) {
+		near, _ := loop.Pipe()
+		if h := newHalf("receive", near, filled{near, new(fills)}, new(atomic.Uint64)); h.filler != nil || h.measured != nil {
+			t.Errorf("%+v: the destination is to read from it", h)
+		}
 	})
 	t.Run("an error", func(t *testing.T) {
 		b, req, server, f := start(t)

@@ -216,14 +216,17 @@ func (c *conn) TryFill(src loop.Measured, limit int) (int, error) {
 		return 0, nil
 	}
 	c.fill = filling{src: src, left: most}
-	// As in TryWrite the lock is held; what src reads is a system call, which does not wait.
+	// As in TryWrite the endpoint's lock is held, here while src reads: a system call that does not wait. What arrives for the endpoint
+	// meanwhile is queued.
 	n, err := c.ep.Write(&c.fill, tcpip.WriteOptions{Atomic: true})
 	broke, started := c.fill.err, c.fill.left < most
 	c.fill = filling{}
 	c.touch()
 	switch {
-	case broke != nil && !started:
+	case (broke == loop.ErrAgain || broke == io.ErrUnexpectedEOF) && !started:
 		return 0, nil
+	case broke != nil && !started:
+		return 0, broke
 	case broke != nil:
 		return 0, fmt.Errorf("stack: read %d bytes that were there: %w", most, broke) // what was read is lost
 	case err != nil:
@@ -234,8 +237,8 @@ func (c *conn) TryFill(src loop.Measured, limit int) (int, error) {
 	return int(n), nil
 }
 
-// A filling is the next bytes of a source, as the netstack reads them. It wants no end before it has all that it was promised: after
-// an error, which is not to be an end, it drops what it has.
+// A filling is the next bytes of a source, as the netstack reads them. The netstack goes on reading until it has all that Len promised:
+// an end before would never stop it, so that it is given another error. After an error it drops what it has read.
 type filling struct {
 	src  loop.Measured
 	left int // that the netstack has not read
@@ -247,7 +250,7 @@ func (f *filling) Len() int { return f.left }
 
 // Read implements tcpip.Payloader.
 func (f *filling) Read(p []byte) (int, error) {
-	if len(p) == 0 { // it asks so for the end
+	if len(p) == 0 { // so the netstack asks whether there is an end
 		return 0, nil
 	}
 	n, err := f.src.TryRead(p)

@@ -51,7 +51,8 @@ func TestTryFill(t *testing.T) {
 		{name: "several buffers", src: store{data: make([]byte, 300_000)}, limit: 1 << 20, n: 300_000},
 		{name: "no more than fits", src: store{data: make([]byte, 300_000)}, limit: 1 << 20, used: bufferSize - 100_001, n: 100_001, err: loop.ErrAgain, left: 199_999},
 		{name: "nothing fits", src: store{data: make([]byte, 300_000)}, limit: 1 << 20, used: bufferSize, err: loop.ErrAgain, left: 300_000},
-		{name: "broke before the first byte", src: store{claims: 10, err: reset}, limit: 1000},
+		{name: "broke before the first byte", src: store{claims: 10, err: reset}, limit: 1000, err: reset},
+		{name: "nothing there after all", src: store{claims: 10, err: loop.ErrAgain}, limit: 1000},
 		{name: "ended before the first byte", src: store{claims: 10, err: io.EOF}, limit: 1000},
 		{name: "broke between two buffers", src: store{data: make([]byte, 64<<10), claims: 10, err: reset}, limit: 1 << 20, err: reset, lost: true},
 		{name: "ended between two buffers", src: store{data: make([]byte, 64<<10), claims: 10, err: io.EOF}, limit: 1 << 20, err: io.ErrUnexpectedEOF, lost: true},
@@ -80,6 +81,31 @@ func TestTryFill(t *testing.T) {
 			}
 		})
 	}
+	t.Run("FP-09 it is counted", func(t *testing.T) {
+		c := newCounts(t, 64<<20)
+		conn, seq := c.handshake(flow4, 1000)
+		c.attach(conn)
+		src := store{data: make([]byte, 200_000)}
+		if n, err := conn.(loop.Filler).TryFill(&src, 200_000); n != 200_000 || err != nil {
+			t.Fatalf("TryFill = %d, %v", n, err)
+		}
+		c.expect("filled", 200_000)
+		c.acknowledge(1001, seq, 200_000)
+		c.expect("taken", 0)
+		conn.Reset()
+	})
+	t.Run("the connection broke", func(t *testing.T) {
+		r := newRig(t, nil)
+		c, seq := r.handshake(flow4, 1000)
+		defer c.Reset()
+		r.send(segment{flow: flow4, seq: 1001, ack: seq, flags: flagRST | flagACK}.packet())
+		src := store{data: make([]byte, 10)}
+		for range 2 {
+			if n, err := c.(loop.Filler).TryFill(&src, 10); n != 0 || err != loop.ErrReset || src.reads != 0 {
+				t.Errorf("TryFill = %d, %v, after %d reads", n, err, src.reads)
+			}
+		}
+	})
 	t.Run("after the FIN", func(t *testing.T) {
 		r := newRig(t, nil)
 		c, _ := r.handshake(flow4, 1000)

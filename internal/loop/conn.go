@@ -81,8 +81,8 @@ type Measured interface {
 }
 
 // Filler is implemented by Conns that a source can be read into without a copy in between: at most max bytes, of those that are there.
-// It has the errors of TryWrite, ErrAgain also when some bytes were taken and no more are now; nothing, without an error, says that TryRead
-// of src has to be asked why.
+// It has the errors of TryWrite, ErrAgain also when some bytes were taken and no more are now, and those of src but for its end; nothing,
+// without an error, says that TryRead of src has to be asked why.
 type Filler interface {
 	TryFill(src Measured, max int) (int, error)
 }

@@ -345,10 +345,19 @@ func TestTasksAreBesideTheirLeader(t *testing.T) {
 // A leader that brings little but acknowledgements is beside whoever moves much and waits for them, and where nobody does keeps to the sparse
 // loop: so it does where there are several with much work, which would not be beside it.
 func TestALeaderGoesToWhoWaitsForIt(t *testing.T) {
+	const nobody = -1
 	for _, tt := range []struct {
-		works []bool
-		goes  bool
-	}{{nil, false}, {[]bool{false}, true}, {[]bool{true}, true}, {[]bool{true, true}, false}, {[]bool{true, true, false}, true}} {
+		works []bool // each that moves much
+		to    int    // to whom of them the leader goes
+	}{
+		{nil, nobody},
+		{[]bool{false}, 0},
+		{[]bool{true}, 0},
+		{[]bool{true, true}, nobody},
+		{[]bool{true, true, false}, 2},
+		{[]bool{false, true, true}, 0},
+		{[]bool{true, false}, 1},
+	} {
 		t.Run(fmt.Sprint("works=", tt.works), func(t *testing.T) {
 			m := NewManualLoops(epoch, 3, 1)
 			defer func() {
@@ -370,7 +379,7 @@ func TestALeaderGoesToWhoWaitsForIt(t *testing.T) {
 			leader.n = 0
 			leader.r.Wake()
 			m.Settle() // a new window
-			all := []*bulkTask{leader}
+			var all []*bulkTask
 			for _, works := range tt.works {
 				b := &bulkTask{n: bulkBytes + 1}
 				add(b, func(r *Ref) { r.Beside(leader.r, works) })
@@ -387,11 +396,31 @@ func TestALeaderGoesToWhoWaitsForIt(t *testing.T) {
 			leader.n = 1
 			leader.r.Wake()
 			m.Settle()
-			if last := all[len(all)-1].r.home(); leader.r.home().bulk != tt.goes || tt.goes && leader.r.home() != last {
-				t.Errorf("the leader is on loop %d (bulk: %v), who waits for it on %d; want that it went there: %v",
-					leader.r.home().index, leader.r.home().bulk, last.index, tt.goes)
+			if tt.to == nobody {
+				if leader.r.home().bulk {
+					t.Error("a leader that nobody waits for is on a bulk loop")
+				}
+			} else if want := all[tt.to].r.home(); leader.r.home() != want {
+				t.Errorf("the leader is on loop %d, who waits for it on %d", leader.r.home().index, want.index)
 			}
+			// After their windows who has much work is beside the leader if it is the only one that has, the others are in any case.
+			m.Advance(sparseWindow)
 			for _, b := range all {
+				b.r.Wake()
+				m.Settle()
+			}
+			for i, b := range all {
+				works := 0
+				for _, w := range tt.works {
+					if w {
+						works++
+					}
+				}
+				if want := tt.to != nobody && (!tt.works[i] || works == 1); (b.r.home() == leader.r.home()) != want {
+					t.Errorf("task %d is on loop %d, the leader on %d; want that they are beside each other: %v", i, b.r.home().index, leader.r.home().index, want)
+				}
+			}
+			for _, b := range append(all, leader) {
 				b.r.Post(b.r.Remove)
 			}
 			m.Settle()
@@ -400,6 +429,95 @@ func TestALeaderGoesToWhoWaitsForIt(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A leader on a bulk loop that nobody waits for any more goes back when it moves little for a bulk task, and stays if it moves much.
+func TestALeaderLeavesWhenNobodyWaits(t *testing.T) {
+	for name, follower := range map[string]bool{"nobody": false, "somebody": true} {
+		t.Run(name, func(t *testing.T) {
+			m := NewManualLoops(epoch, 2, 1)
+			defer func() {
+				if err := m.Close(); err != nil {
+					t.Error(err)
+				}
+			}()
+			leader, task := &bulkTask{n: bulkBytes + 1}, &bulkTask{n: bulkBytes + 1}
+			m.Group().Add(func(r *Ref) Task { leader.r = r; r.Lead(); return leader })
+			m.Group().Add(func(r *Ref) Task {
+				if task.r = r; follower {
+					r.Beside(leader.r, false)
+				}
+				return task
+			})
+			m.Settle()
+			round := func() {
+				m.Advance(sparseWindow)
+				task.r.Wake()
+				leader.r.Wake()
+				m.Settle()
+			}
+			if round(); !leader.r.home().bulk {
+				t.Fatal("a leader that moves much is not on a bulk loop")
+			}
+			leader.n = bulkBytes - 1
+			round()
+			if round(); leader.r.home().bulk != follower {
+				t.Errorf("the leader is on a bulk loop: %v, want %v", leader.r.home().bulk, follower)
+			}
+			for _, b := range []*bulkTask{leader, task} {
+				b.r.Post(b.r.Remove)
+			}
+			m.Settle()
+		})
+	}
+}
+
+// Who gets another leader counts among that one's followers after its window, and no longer among those of the first.
+func TestFollowersOfAnotherLeader(t *testing.T) {
+	m := NewManualLoops(epoch, 2, 1)
+	defer func() {
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	var tasks [3]bulkTask
+	for i := range tasks {
+		m.Group().Add(func(r *Ref) Task { tasks[i].r = r; return &tasks[i] })
+	}
+	m.Settle()
+	first, second, follower := tasks[0].r, tasks[1].r, &tasks[2]
+	expect := func(what string, leader *Ref, followers, workers int32) {
+		t.Helper()
+		if n, w := leader.place.followers.Load(), leader.place.workers.Load(); n != followers || w != workers {
+			t.Errorf("%s: %d followers, %d of them with much work, are counted; want %d, %d", what, n, w, followers, workers)
+		}
+	}
+	window := func() {
+		m.Advance(sparseWindow)
+		follower.r.Wake()
+		m.Settle()
+	}
+	follower.n = bulkBytes + 1
+	follower.r.Beside(first, true)
+	follower.r.Wake()
+	m.Settle()
+	expect("the first", first, 1, 1)
+	follower.r.Beside(second, true)
+	window()
+	expect("the first, which it left", first, 0, 0)
+	expect("the second", second, 1, 1)
+	follower.r.Beside(second, false)
+	window()
+	expect("the second, without much work", second, 1, 0)
+	follower.r.Beside(first, true)
+	follower.r.Post(follower.r.Remove)
+	m.Settle()
+	expect("the first, after the end", first, 0, 0)
+	expect("the second, after the end", second, 0, 0)
+	for _, r := range []*Ref{first, second} {
+		r.Post(r.Remove)
+	}
+	m.Settle()
 }
 
 func TestTasksWithMuchWorkLeaveTheirLeader(t *testing.T) {

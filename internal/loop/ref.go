@@ -31,7 +31,7 @@ type place struct {
 	at        atomic.Pointer[eventLoop] // changes when it moves
 	followers atomic.Int32              // tasks on bulk loops that move what this one brings
 	workers   atomic.Int32              // of these, those that have much work on it
-	seat      atomic.Pointer[eventLoop] // where the last of them went; nil: none has
+	seat      atomic.Pointer[eventLoop] // where the last went that would be beside this one; nil: none has
 
 	// Of the loop's thread.
 	leads    bool

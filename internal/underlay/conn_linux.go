@@ -66,11 +66,11 @@ func (c *Conn) Readable() int {
 	if c.empty {
 		return 0
 	}
-	n, err := unix.IoctlGetInt(c.fd, unix.SIOCINQ)
+	n, err := unix.IoctlGetUint32(c.fd, unix.SIOCINQ) // the kernel writes an int of C
 	if err != nil {
 		return 0
 	}
-	return n
+	return int(int32(n))
 }
 
 // readError turns an error of a read into that of a loop.Conn. The next event of a socket that is attached tells when to ask again.
