@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -771,6 +772,45 @@ func TestIsCut(t *testing.T) {
 	} {
 		if got := isCut(tt.pkt); got != tt.want {
 			t.Errorf("%s: isCut = %v, want %v", name, got, tt.want)
+		}
+	}
+}
+
+// Who is on the way into a namespace while it is closed gets there or is told so, and never gets anywhere else.
+func TestNetnsCloseMeetsUse(t *testing.T) {
+	t.Parallel()
+	needPrivilege(t)
+	ns := newNetns(t)
+	for range 200 {
+		other, err := ns.dup()
+		must(t, err)
+		dev, ino := other.ID()
+		var all sync.WaitGroup
+		for range 4 {
+			all.Go(func() {
+				err := other.Do(func() error {
+					here, err := CurrentNetns()
+					if err != nil {
+						return err
+					}
+					defer here.Close()
+					if d, i := here.ID(); d != dev || i != ino {
+						t.Error("in another namespace")
+					}
+					return nil
+				})
+				if err != nil && !errors.Is(err, os.ErrClosed) {
+					t.Errorf("Do: %v, want os.ErrClosed", err)
+				}
+			})
+		}
+		must(t, other.Close())
+		all.Wait()
+		if err := other.Do(func() error { return nil }); !errors.Is(err, os.ErrClosed) {
+			t.Fatalf("Do after Close: %v, want os.ErrClosed", err)
+		}
+		if again, err := other.dup(); !errors.Is(err, os.ErrClosed) {
+			t.Fatalf("dup after Close: %v, %v, want os.ErrClosed", again, err)
 		}
 	}
 }

@@ -58,7 +58,11 @@ func CurrentNetns() (*Netns, error) { return OpenNetns(threadNetns) }
 
 // dup returns a second descriptor of the same namespace.
 func (n *Netns) dup() (*Netns, error) {
-	fd, err := unix.FcntlInt(n.f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	var fd int
+	err := n.use(func(own int) (err error) {
+		fd, err = unix.FcntlInt(uintptr(own), unix.F_DUPFD_CLOEXEC, 0)
+		return err
+	})
 	if err != nil {
 		return nil, fmt.Errorf("tun: netns %s: dup: %w", n, err)
 	}
@@ -77,8 +81,21 @@ func (n *Netns) File() *os.File { return n.f }
 // String returns the path that the namespace was opened by, with the inode.
 func (n *Netns) String() string { return fmt.Sprintf("%s (net:[%d])", n.f.Name(), n.ino) }
 
-// Close closes the descriptor.
+// Close closes the descriptor. Who wants to go there later is told os.ErrClosed.
 func (n *Netns) Close() error { return n.f.Close() }
+
+// use calls f with the descriptor, which stays open, and that of this namespace, until f returns.
+func (n *Netns) use(f func(fd int) error) error {
+	raw, err := n.f.SyscallConn()
+	if err != nil {
+		return os.ErrClosed
+	}
+	var failed error
+	if err := raw.Control(func(fd uintptr) { failed = f(int(fd)) }); err != nil {
+		return os.ErrClosed // what else there is would be a reader that waits
+	}
+	return failed
+}
 
 // Do calls f on a thread that is in the namespace, and brings the thread back. f must not leave the thread, and what it
 // starts elsewhere (goroutines) is not in the namespace. A thread that cannot be brought back is not used again: it ends
@@ -136,7 +153,7 @@ func (n *Netns) enter() (leave func() error, err error) {
 		_ = unix.Close(home)
 		return func() error { runtime.UnlockOSThread(); return nil }, nil
 	}
-	if err := unix.Setns(int(n.f.Fd()), unix.CLONE_NEWNET); err != nil {
+	if err := n.use(func(fd int) error { return unix.Setns(fd, unix.CLONE_NEWNET) }); err != nil {
 		_ = unix.Close(home)
 		runtime.UnlockOSThread()
 		if errors.Is(err, unix.EPERM) {

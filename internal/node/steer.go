@@ -269,7 +269,7 @@ func (n *Node) watchCarried(ctx context.Context) {
 			if l.proxy.MayComeLate() {
 				err = errors.Join(err, l.steerer.recover(l.proxy))
 			}
-			if err != nil && !errors.Is(err, net.ErrClosed) {
+			if err != nil && !errors.Is(err, net.ErrClosed) && !errors.Is(err, os.ErrClosed) { // the pod goes
 				p.log.Warn("sockets of the pod not listed: what the kernel carries of it is not counted", "error", err.Error())
 			}
 		}
