@@ -92,7 +92,7 @@ func (n *Netns) use(f func(fd int) error) error {
 	}
 	var failed error
 	if err := raw.Control(func(fd uintptr) { failed = f(int(fd)) }); err != nil {
-		return os.ErrClosed // what else there is would be a reader that waits
+		return os.ErrClosed // package os says so in an error of its own
 	}
 	return failed
 }

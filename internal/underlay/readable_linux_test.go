@@ -16,15 +16,7 @@ import (
 // What is said to be readable is read without a gap: past urgent bytes, up to the FIN, and with a reset behind it.
 func TestNetnsReadable(t *testing.T) {
 	u := newUnderlay(t)
-	a, conns := listen(t, u, "127.0.0.1")
-	open := func(t *testing.T) (client, server *Conn) {
-		t.Helper()
-		c, err := u.Dial(t.Context(), a)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return c.(*Conn), (<-conns).(*Conn)
-	}
+	open := pairs(t, u)
 	// drain reads what is promised, piece by piece, then asks a read once, until there is an end.
 	drain := func(t *testing.T, c *Conn) (got []byte, promised int, end error) {
 		t.Helper()

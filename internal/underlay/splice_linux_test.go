@@ -59,10 +59,11 @@ func (s *splicer) end(err error) {
 	s.r.Remove()
 }
 
-func TestNetnsSplice(t *testing.T) {
-	u := newUnderlay(t)
+// pairs listens, and returns what opens a connection and returns both ends of it.
+func pairs(t *testing.T, u *Underlay) func(t *testing.T) (client, server *Conn) {
+	t.Helper()
 	a, conns := listen(t, u, "127.0.0.1")
-	open := func(t *testing.T) (client, server *Conn) {
+	return func(t *testing.T) (client, server *Conn) {
 		t.Helper()
 		c, err := u.Dial(t.Context(), a)
 		if err != nil {
@@ -70,6 +71,11 @@ func TestNetnsSplice(t *testing.T) {
 		}
 		return c.(*Conn), (<-conns).(*Conn)
 	}
+}
+
+func TestNetnsSplice(t *testing.T) {
+	u := newUnderlay(t)
+	open := pairs(t, u)
 	t.Run("every byte, in order, past a reader that pauses", func(t *testing.T) {
 		first, from := open(t)
 		to, last := open(t)
