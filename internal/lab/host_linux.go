@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -111,6 +112,31 @@ func (h *Host) WaitListening(ctx context.Context, port uint16) error {
 			return fmt.Errorf("lab: %s: nothing listens on port %d: %w", h.Name, port, context.Cause(ctx))
 		}
 	}
+}
+
+// Counter is a counter of the namespace's TCP by its name in /proc/net/netstat, such as TCPSynRetrans.
+func (h *Host) Counter(name string) (n uint64, err error) {
+	err = h.do("counter "+name, func() error {
+		table, err := os.ReadFile("/proc/thread-self/net/netstat")
+		if err != nil {
+			return err
+		}
+		n, err = counter(string(table), name)
+		return err
+	})
+	return n, err
+}
+
+// counter reads a table in the form of /proc/net/netstat: pairs of lines, names and values, with the same first word.
+func counter(table, name string) (uint64, error) {
+	lines := strings.Split(table, "\n")
+	for i := 0; i+1 < len(lines); i += 2 {
+		names, values := strings.Fields(lines[i]), strings.Fields(lines[i+1])
+		if at := slices.Index(names, name); at > 0 && at < len(values) {
+			return strconv.ParseUint(values[at], 10, 64)
+		}
+	}
+	return 0, fmt.Errorf("no counter %s in netstat", name)
 }
 
 // listens reads a table in the form of /proc/net/tcp: number, local address:port, remote, state (0A is LISTEN).

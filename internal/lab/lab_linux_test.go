@@ -242,6 +242,36 @@ func TestNetnsDoComesHome(t *testing.T) {
 	}
 }
 
+func TestNetnsCounterIsOfTheNamespace(t *testing.T) {
+	l := newLab(t, Config{Nodes: 1})
+	host := l.Node(0)
+	count := func(name string) uint64 {
+		n, err := host.Counter(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	before := count("TCPAbortOnData")
+	ln, err := host.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	c, err := host.Dial(t.Context(), "tcp", ln.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.(*net.TCPConn).SetLinger(0)
+	c.Close()
+	if n := count("TCPAbortOnData"); n != before+1 {
+		t.Errorf("%d after one connection was reset, %d before", n, before)
+	}
+	if n, err := host.Counter("TCPNothing"); err == nil {
+		t.Errorf("a counter that there is not: %d", n)
+	}
+}
+
 func TestNetnsCommandHasItsOwnResolvConf(t *testing.T) {
 	machine, err := os.ReadFile("/etc/resolv.conf")
 	if err != nil {

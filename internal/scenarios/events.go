@@ -22,7 +22,14 @@ type event struct {
 type results struct {
 	passed map[string][]string // the tests, by scenario
 	failed []string            // tests and packages
+	why    map[string][]string // what failed tests say, by their names: a line for each of the first maxWhy
 }
+
+// maxWhy is how many lines of what a failed test says are said once more at the end, where an excerpt of a long output still has them.
+const maxWhy = 5
+
+// said are the first lines of what a test says itself, and of what ends it.
+var said = regexp.MustCompile(`^\s*(?:[\w.-]+\.go:[0-9]+: |panic: |fatal error: |WARNING: DATA RACE)`)
 
 var idPattern = regexp.MustCompile(`(?:^|[^A-Za-z0-9-])((?:DP|CP|AZ|DNS|NA|ID|FP)-[0-9]+)(?:$|[^0-9-])`)
 
@@ -41,7 +48,7 @@ func idsOf(test string) (ids []string) {
 // read reads the events of a whole run, and repeats what a plain go test would have printed: a line for each package, and all of
 // the tests that failed.
 func read(r io.Reader, out io.Writer) (*results, error) {
-	res := &results{passed: make(map[string][]string)}
+	res := &results{passed: make(map[string][]string), why: make(map[string][]string)}
 	output := make(map[string]*bytes.Buffer) // of tests that run, and of packages
 	packages := 0
 	begun := make(map[string]bool) // packages that have not ended
@@ -67,6 +74,9 @@ func read(r io.Reader, out io.Writer) (*results, error) {
 			if output[key] == nil {
 				output[key] = new(bytes.Buffer)
 			}
+			if name := e.Package + "." + e.Test; said.MatchString(e.Output) && len(res.why[name]) < maxWhy {
+				res.why[name] = append(res.why[name], strings.TrimSpace(e.Output))
+			}
 			if e.Test == "" && isPackageLine(e.Output) || e.Test != "" {
 				output[key].WriteString(e.Output)
 			}
@@ -77,7 +87,9 @@ func read(r io.Reader, out io.Writer) (*results, error) {
 					res.passed[id] = append(res.passed[id], name)
 				}
 			}
-			if e.Action == "fail" {
+			if e.Action != "fail" {
+				delete(res.why, e.Package+"."+e.Test)
+			} else {
 				res.failed = append(res.failed, strings.TrimSuffix(e.Package+"."+e.Test, "."))
 			}
 			if e.Test != top { // of a subtest

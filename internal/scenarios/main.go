@@ -51,6 +51,9 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 	ok := plan.report(stdout, res.passed, *list)
 	for _, f := range res.failed {
 		say("failed: %s", f)
+		for _, line := range res.why[f] {
+			say("    %s", line)
+		}
 	}
 	if err != nil {
 		say("%v", err)

@@ -55,7 +55,7 @@ func TestRun(t *testing.T) {
 		{name: "a reason too many", events: passes, scenarios: scenarios, untested: "{DP-2: later, DP-1: never}", code: 1, want: []string{"why not: DP-1\n"}},
 		{
 			name: "failed", events: passes + fails, scenarios: scenarios, untested: "{DP-2: later}", code: 1,
-			want: []string{"b_test.go:1: wrong", "FAIL\tq", "scenarios: failed: q\n", "scenarios: failed: q.TestB\n", "scenarios: failed: q.TestB/DP-2\n"},
+			want: []string{"b_test.go:1: wrong", "FAIL\tq", "scenarios: failed: q\n", "scenarios: failed: q.TestB\n", "scenarios: failed: q.TestB/DP-2\nscenarios:     b_test.go:1: wrong\n"},
 		},
 		{
 			name: "not built", events: `{"ImportPath":"r","Action":"build-output","Output":"r.go:1: no\n"}` + "\n" + `{"ImportPath":"r","Action":"build-fail"}`,
