@@ -425,6 +425,15 @@ func TestProxyConfigErrors(t *testing.T) {
 	}
 	mustLoad(t, Sources{Mesh: "nowhere"})
 	mustLoad(t, Sources{Env: []string{"PROXY_CONFIG=", "ISTIO_META_="}})
+	if err := os.WriteFile("mesh", []byte("defaultConfig: {}\n---\ndefaultConfig: {}\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, err = Load(Sources{Mesh: "mesh", Env: []string{"PROXY_CONFIG=concurrency: 1\n---\nconcurrency: 2"}})
+	for _, want := range []string{"config: mesh: more than one YAML document", "config: PROXY_CONFIG: more than one YAML document"} {
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v, want %q in it", err, want)
+		}
+	}
 	if _, err := Load(Sources{Env: []string{"PROXY_CONFIG=a: [", "AUTH_TOKEN=x"}}); err == nil || !strings.Contains(err.Error(), "PROXY_CONFIG:") {
 		t.Errorf("PROXY_CONFIG that is no YAML: %v", err)
 	}

@@ -31,10 +31,15 @@ func Document(name string, data []byte) (*yaml.Node, error) {
 		}
 		return nil, fmt.Errorf("%s:%s", name, yamlLine.ReplaceAllString(err.Error(), "$1 "))
 	}
-	if err := dec.Decode(new(yaml.Node)); !errors.Is(err, io.EOF) {
-		return nil, fmt.Errorf("%s: more than one YAML document; put everything into one", name)
+	for { // documents with nothing in them, such as what a last "---" begins, are none
+		var more yaml.Node
+		switch err := dec.Decode(&more); {
+		case errors.Is(err, io.EOF):
+			return Resolve(doc.Content[0]), nil
+		case err != nil || !IsNull(more.Content[0]):
+			return nil, fmt.Errorf("%s: more than one YAML document; put everything into one", name)
+		}
 	}
-	return Resolve(doc.Content[0]), nil
 }
 
 // notText is the line of the first byte that no YAML file in UTF-8 has, such as those of a packet capture; 0: there is none.

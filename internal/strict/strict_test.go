@@ -25,9 +25,11 @@ func TestDocument(t *testing.T) {
 			}
 		})
 	}
-	root, err := Document("f.yaml", []byte("a: b\n"))
-	if err != nil || root.Kind != yaml.MappingNode || Child(root, "a").Value != "b" || Child(root, "b") != nil {
-		t.Errorf("Document = %+v, %v", root, err)
+	for _, data := range []string{"a: b\n", "---\na: b\n---\n", "a: b\n...\n---\n# the end\n---\n"} {
+		root, err := Document("f.yaml", []byte(data))
+		if err != nil || root.Kind != yaml.MappingNode || Child(root, "a").Value != "b" || Child(root, "b") != nil {
+			t.Errorf("Document(%q) = %+v, %v", data, root, err)
+		}
 	}
 }
 
