@@ -25,17 +25,24 @@ func firstIdentity(leaf *x509.Certificate, ok func(workload.Identity) bool) work
 	return workload.Identity{}
 }
 
-// accepted returns the identity of accept that the peer proved.
-func accepted(cs tls.ConnectionState, accept []workload.Identity) (workload.Identity, error) {
-	if len(cs.PeerCertificates) == 0 {
+// accepted returns the identity of accept that the peer proved with its certificate, leaf, or nil.
+func accepted(leaf *x509.Certificate, accept []workload.Identity) (workload.Identity, error) {
+	if leaf == nil {
 		return workload.Identity{}, fmt.Errorf("no certificate: %w", ErrUnknownPeer)
 	}
-	leaf := cs.PeerCertificates[0]
 	id := firstIdentity(leaf, func(id workload.Identity) bool { return slices.Contains(accept, id) })
 	if id.IsZero() {
 		return id, fmt.Errorf("%w: want %v, got %v", ErrUnknownPeer, accept, leaf.URIs)
 	}
 	return id, nil
+}
+
+// leafOf is the peer's certificate, or nil.
+func leafOf(cs tls.ConnectionState) *x509.Certificate {
+	if len(cs.PeerCertificates) == 0 {
+		return nil
+	}
+	return cs.PeerCertificates[0]
 }
 
 // requireAccepted returns a copy of cfg that also refuses a server which proves none of the identities, whatever else cfg
@@ -44,7 +51,7 @@ func requireAccepted(cfg *tls.Config, accept []workload.Identity) *tls.Config {
 	cfg = cfg.Clone()
 	verify := cfg.VerifyConnection
 	cfg.VerifyConnection = func(cs tls.ConnectionState) error {
-		_, err := accepted(cs, accept)
+		_, err := accepted(leafOf(cs), accept)
 		if verify == nil {
 			return err
 		}

@@ -191,7 +191,7 @@ func (p *Pool) dial(ctx context.Context, pt *pooled) error {
 	startTunnel(tunnelConfig{
 		times: times,
 		group: p.cfg.Group, link: l, settings: p.cfg.Settings, owner: pt, peer: peer, buffers: p.bufs, budget: p.cfg.Budget, metrics: p.cfg.Metrics,
-		age:    ageLimit(p.cfg.Group.Now(), p.cfg.MaxAge, pt.leaf, l.peerLeaf()),
+		age:    ageLimit(p.cfg.Group.Now(), p.cfg.MaxAge, pt.leaf, l.leaf),
 		settle: max(time.Millisecond, p.cfg.HandshakeTimeout-p.cfg.Group.Now().Sub(start)),
 		failed: func() { p.dialFailed(e, fail(PhaseHandshake, loop.ErrStopped)) },
 	}, pt.ready)

@@ -120,7 +120,7 @@ func (s *Server) handshake(ctx context.Context, a *arrival) (l *link, peer workl
 	if err != nil {
 		return nil, peer, 0, err
 	}
-	theirs := l.peerLeaf()
+	theirs := l.leaf
 	if theirs != nil && own != nil {
 		ours := firstIdentity(own, func(workload.Identity) bool { return true })
 		peer = IdentityIn(theirs, ours.TrustDomain)

@@ -77,7 +77,7 @@ func (p *Pool) secure(ctx context.Context, conn loop.Conn, accept []workload.Ide
 		return nil, workload.Identity{}, err
 	}
 	l.buffers = p.bufs
-	peer, err := accepted(l.tls.ConnectionState(), accept)
+	peer, err := accepted(l.leaf, accept)
 	if err != nil {
 		giveUp(l.conn)
 		return nil, workload.Identity{}, err
