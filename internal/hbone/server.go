@@ -223,7 +223,12 @@ func (s *serverOwner) request(t *tunnel, st *stream, authority string, h Headers
 			Remote:    t.remote,
 			answer:    a,
 		})
-		t.ref.Post(func() { t.setupDone(st) })
+		done := func() { t.setupDone(st) }
+		if a.used {
+			t.ref.PostIdle(done) // there is nothing to be done but to forget the set-up
+		} else {
+			t.ref.Post(done)
+		}
 	})
 }
 
@@ -232,9 +237,12 @@ type answer struct {
 	t   *tunnel
 	s   *stream
 	ctx context.Context // for Await only: it never ends
+
+	used bool // by the handler
 }
 
 func (a *answer) accept(h Headers, start func(Stream)) error {
+	a.used = true
 	err := loop.ErrReset
 	_ = loop.Await(a.ctx, func(wake func()) {
 		posted := a.t.ref.Post(func() {
@@ -256,6 +264,7 @@ func (a *answer) accept(h Headers, start func(Stream)) error {
 }
 
 func (a *answer) reject(status int, h Headers) {
+	a.used = true
 	a.t.ref.Post(func() {
 		if a.s.broken() {
 			return

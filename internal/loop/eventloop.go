@@ -23,7 +23,8 @@ type eventLoop struct {
 
 	mu     sync.Mutex // guards below
 	inbox  []message
-	asleep bool // in epoll_wait with a timeout: a message has to interrupt it
+	asleep bool      // in epoll_wait with a timeout: a message has to interrupt it
+	until  time.Time // when it wakes by itself
 	state  loopState
 	timers timerHeap
 
@@ -51,6 +52,7 @@ type message struct {
 	ref   *Ref
 	f     func()
 	later bool
+	idle  bool // nobody is woken for it
 	move  *migration
 }
 
@@ -106,8 +108,8 @@ func (l *eventLoop) post(f func()) bool {
 // put appends to the inbox. It is called with mu held and releases it.
 func (l *eventLoop) put(m message) {
 	l.inbox = append(l.inbox, m)
-	interrupt := l.asleep
-	l.asleep = false // one interruption is enough
+	interrupt := l.asleep && !m.idle
+	l.asleep = l.asleep && m.idle // one interruption is enough
 	l.mu.Unlock()
 	if interrupt {
 		l.poll.interrupt()
@@ -230,6 +232,10 @@ func (l *eventLoop) turn(r *Ref) {
 	}
 }
 
+// maxSleep is how long a loop sleeps at most. Who sets a timer for later than that, as every set-up does for its limits, does not have
+// to wake it: new connections through the mesh woke two or three threads each for nothing (measured).
+const maxSleep = time.Second
+
 // wait looks at epoll: without waiting if there is something to do.
 func (l *eventLoop) wait() {
 	if l.poll.poll(0, l) || l.woken.n > 0 || l.busy.n > 0 || !l.posts.empty() || !l.later.empty() {
@@ -240,10 +246,12 @@ func (l *eventLoop) wait() {
 		l.mu.Unlock()
 		return
 	}
-	d := time.Duration(-1)
-	if len(l.timers) > 0 {
-		d = max(0, l.timers[0].at.Sub(l.g.Now()))
+	now := l.g.Now()
+	l.until = now.Add(maxSleep)
+	if len(l.timers) > 0 && l.timers[0].at.Before(l.until) {
+		l.until = l.timers[0].at
 	}
+	d := max(0, l.until.Sub(now))
 	l.asleep = true
 	l.mu.Unlock()
 
@@ -312,7 +320,7 @@ func (l *eventLoop) after(d time.Duration, f func()) *Timer {
 		return t
 	}
 	heap.Push(&l.timers, t)
-	interrupt := l.asleep && t.index == 0
+	interrupt := l.asleep && t.index == 0 && t.at.Before(l.until)
 	if interrupt {
 		l.asleep = false
 	}

@@ -56,7 +56,8 @@ func (r *Ref) home() *eventLoop { return r.place.at.Load() }
 
 // send puts a message into the inbox of the task's loop, a wake if f is nil. False means that the loop has ended or, for a
 // function, the task.
-func (r *Ref) send(f func(), later bool) bool {
+func (r *Ref) send(m message) bool {
+	m.ref = r
 	for {
 		l := r.home()
 		l.mu.Lock()
@@ -64,11 +65,11 @@ func (r *Ref) send(f func(), later bool) bool {
 		case r.home() != l: // it has just moved
 			l.mu.Unlock()
 			continue
-		case l.state == ended, f != nil && r.removed:
+		case l.state == ended, m.f != nil && r.removed:
 			l.mu.Unlock()
 			return false
 		}
-		l.put(message{ref: r, f: f, later: later})
+		l.put(m)
 		return true
 	}
 }
@@ -78,7 +79,7 @@ func (r *Ref) Wake() {
 	if r.wakePending.Swap(true) {
 		return
 	}
-	r.send(nil, false)
+	r.send(message{})
 }
 
 // WakeLocal is Wake for callers on the task's own loop: the task is queued at once, so that a parent which wakes a child in its
@@ -114,11 +115,14 @@ func (r *Ref) enqueue() {
 
 // Post runs f on the task's loop. False means that the task has ended and f will not run; true that f runs once, perhaps
 // just after the task has been removed. Functions that one goroutine posts run in the order of its calls.
-func (r *Ref) Post(f func()) bool { return r.send(f, false) }
+func (r *Ref) Post(f func()) bool { return r.send(message{f: f}) }
 
 // PostLater is Post for one of very many functions, which may wait: between two looks at everything else the loop runs them for a
 // fifth of a millisecond, so that a hundred thousand of them hold nobody up.
-func (r *Ref) PostLater(f func()) bool { return r.send(f, true) }
+func (r *Ref) PostLater(f func()) bool { return r.send(message{f: f, later: true}) }
+
+// PostIdle is Post for what may wait until the loop has something else to do, a second at most: nobody is woken for it.
+func (r *Ref) PostIdle(f func()) bool { return r.send(message{f: f, idle: true}) }
 
 // Lead says that the task, a top-level one, brings others what they move. It gets a turn after each turn of a busy task, so that
 // what is quiet does not wait for all that is busy, and is not moved to divide the work of a saturated loop.
