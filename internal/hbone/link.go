@@ -1,6 +1,7 @@
 package hbone
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -20,10 +21,7 @@ func handshake(ctx context.Context, g *loop.Group, conn loop.Conn, ahead []byte,
 		rc.blocked = g.Blocking(ctx, conn)
 	}
 	var keys secrets
-	cfg = keyLog(cfg, &keys)
-	cfg.NextProtos = []string{"h2"}
-	cfg.DynamicRecordSizingDisabled = true // we write large batches or what there is
-	cfg.SessionTicketsDisabled = true      // each handshake proves an identity anew
+	cfg = forLink(cfg, &keys)
 	var tc *tls.Conn
 	if server {
 		tc = tls.Server(rc, cfg)
@@ -100,7 +98,6 @@ func (l *link) read(p, scratch []byte, limit int) (_ []byte, again bool, err err
 		l.whole = false
 		var rest []byte
 		p, rest, err = l.records.open(p, scratch[:kept+n])
-		l.keep(rest)
 		switch {
 		case err != nil:
 			l.over = l.over || errors.Is(err, io.EOF) // a close_notify
@@ -110,6 +107,7 @@ func (l *link) read(p, scratch []byte, limit int) (_ []byte, again bool, err err
 		case l.over:
 			return p, false, io.EOF
 		}
+		l.keep(rest)
 	}
 	return p, false, nil
 }
@@ -190,10 +188,7 @@ func (l *link) send(p, scratch []byte) error {
 		return l.write(p)
 	}
 	sealed, err := l.records.seal(scratch[:0], p)
-	if err != nil {
-		return err
-	}
-	return l.write(sealed)
+	return cmp.Or(l.write(sealed), err)
 }
 
 // write gives b to the socket, and keeps what that does not take.

@@ -39,11 +39,12 @@ const (
 	// keyLimit is how many records one key seals. The bound of RFC 8446, section 5.5, for AES-GCM is 2^24.5.
 	keyLimit = 1 << 24
 
-	// maxUseless is how many records in a row may bring no data, as in crypto/tls: more are a flood.
+	// maxUseless is how many records without data, and messages, may come in a row, as in crypto/tls: more are a flood.
 	maxUseless = 16
 
-	// maxMessage bounds what is kept of a message that is not whole: a session ticket has 64 KiB at most.
-	maxMessage = 66 << 10
+	// maxMessage bounds a message of a server, which is kept until it is whole: a session ticket. A client's is a KeyUpdate.
+	maxMessage   = 64 << 10
+	keyUpdateLen = 5
 
 	nonceLen = 12
 	tagLen   = 16
@@ -191,6 +192,9 @@ func (g *gcmLayer) open(p, in []byte) (_, rest []byte, err error) {
 			return p, in, g.fail(alertBadRecordMAC)
 		}
 		in = in[recordHeader+n:]
+		if len(inner)-len(p) > maxRecord+1 {
+			return p, in, g.fail(alertRecordOverflow)
+		}
 		// Behind the content is its type, and behind that any number of zeros (RFC 8446, section 5.4).
 		end := len(inner)
 		for end > len(p) && inner[end-1] == 0 {
@@ -201,9 +205,6 @@ func (g *gcmLayer) open(p, in []byte) (_, rest []byte, err error) {
 		}
 		end--
 		content := inner[len(p):end]
-		if len(content) > maxRecord {
-			return p, in, g.fail(alertRecordOverflow)
-		}
 		if inner[end] == contentApplication && len(content) > 0 && len(g.message) == 0 {
 			g.useless = 0
 			p = inner[:end]
@@ -218,19 +219,18 @@ func (g *gcmLayer) open(p, in []byte) (_, rest []byte, err error) {
 
 // other takes a record that brings no data.
 func (g *gcmLayer) other(kind byte, content []byte) error {
+	if kind == contentHandshake && len(content) > 0 {
+		return g.handshake(content)
+	}
 	if g.useless++; g.useless > maxUseless {
 		return g.fail(alertUnexpectedMessage)
 	}
 	switch {
-	case kind == contentHandshake && len(content) > 0:
-		return g.handshake(content)
 	case len(g.message) > 0: // nothing may come in between (RFC 8446, section 5.1)
 		return g.fail(alertUnexpectedMessage)
 	case kind == contentApplication:
 		return nil
-	case kind == contentAlert && len(content) != 2:
-		return g.fail(alertDecodeError)
-	case kind != contentAlert:
+	case kind != contentAlert || len(content) != 2:
 		return g.fail(alertUnexpectedMessage)
 	}
 	switch content[1] {
@@ -245,24 +245,24 @@ func (g *gcmLayer) other(kind byte, content []byte) error {
 
 // handshake takes a part of the peer's handshake messages (RFC 8446, section 4.6).
 func (g *gcmLayer) handshake(part []byte) error {
-	if len(g.message)+len(part) > maxMessage {
-		return g.fail(alertUnexpectedMessage)
-	}
 	g.message = append(g.message, part...)
 	for len(g.message) >= 4 {
 		n := 4 + int(binary.BigEndian.Uint32(g.message)&0xffffff)
-		if n > maxMessage {
+		if n > maxMessage || g.server && n > keyUpdateLen {
 			return g.fail(alertUnexpectedMessage)
 		}
 		if len(g.message) < n {
 			return nil
+		}
+		if g.useless++; g.useless > maxUseless {
+			return g.fail(alertUnexpectedMessage)
 		}
 		m, behind := g.message[:n], g.message[n:]
 		switch {
 		case m[0] == messageTicket && !g.server: // sessions are not resumed
 		case m[0] == messageKeyUpdate && len(behind) > 0: // what is behind it was sealed with the old key
 			return g.fail(alertUnexpectedMessage)
-		case m[0] == messageKeyUpdate && n != 5:
+		case m[0] == messageKeyUpdate && n != keyUpdateLen:
 			return g.fail(alertDecodeError)
 		case m[0] == messageKeyUpdate && m[4] > 1:
 			return g.fail(alertIllegalParameter)

@@ -3,6 +3,7 @@ package hbone
 import (
 	"bufio"
 	"bytes"
+	"crypto/fips140"
 	"crypto/tls"
 	"crypto/x509"
 	"encoding/binary"
@@ -134,7 +135,7 @@ func TestRecordsArriveAsTheyWereSealed(t *testing.T) {
 			if got, _, err := client.open(nil, mustSeal(t, server, text[:9])); err != nil || !bytes.Equal(got, text[:9]) {
 				t.Errorf("back: %q, %v", got, err)
 			}
-			client.out.seq = keyLimit // nothing to send: no key is changed for it
+			client.out.seq = keyLimit // changed also where there is nothing to send
 			if b := mustSeal(t, client, nil); len(b) == 0 || client.out.seq != 0 {
 				t.Errorf("a full key sends %d bytes, and is at %d", len(b), client.out.seq)
 			}
@@ -227,22 +228,26 @@ func TestRecordsThatAreRefused(t *testing.T) {
 		}, alertBadRecordMAC},
 		{"unknown type", "", sealed(99, 1), alertUnexpectedMessage},
 		{"an empty handshake message", "", sealed(contentHandshake), alertUnexpectedMessage},
-		{"a long alert", "", sealed(contentAlert, 1, 0, 0), alertDecodeError},
-		{"a short alert", "", sealed(contentAlert, 1), alertDecodeError},
+		{"a long alert", "", sealed(contentAlert, 1, 0, 0), alertUnexpectedMessage},
+		{"a short alert", "", sealed(contentAlert, 1), alertUnexpectedMessage},
+		{"an empty alert", "", sealed(contentAlert), alertUnexpectedMessage},
+		{"padding beyond a record", "", func(g *gcmLayer) []byte { return padded(g, make([]byte, maxRecord), 5) }, alertRecordOverflow},
 		{"a ticket for a server", "server", sealed(contentHandshake, messageTicket, 0, 0, 0), alertUnexpectedMessage},
 		{"a request for a certificate", "", sealed(contentHandshake, 13, 0, 0, 0), alertUnexpectedMessage},
 		{"a ClientHello", "", sealed(contentHandshake, 1, 0, 0, 0), alertUnexpectedMessage},
 		{"a message without an end", "", sealed(contentHandshake, messageTicket, 0xff, 0xff, 0xff), alertUnexpectedMessage},
-		{"data within a message", "", several(sealed(contentHandshake, messageTicket, 0, 0, 9), app(1)), alertUnexpectedMessage},
-		{"nothing within a message", "", several(sealed(contentHandshake, messageTicket, 0, 0, 9), app()), alertUnexpectedMessage},
-		{"an end within a message", "", several(sealed(contentHandshake, messageTicket, 0, 0, 9), sealed(contentAlert, 1, 0)), alertUnexpectedMessage},
+		{"data within a message", "", several(sealed(contentHandshake, messageKeyUpdate, 0, 0), app(1)), alertUnexpectedMessage},
+		{"nothing within a message", "", several(sealed(contentHandshake, messageKeyUpdate, 0, 0), app()), alertUnexpectedMessage},
+		{"an end within a message", "", several(sealed(contentHandshake, messageKeyUpdate, 0, 0), sealed(contentAlert, 1, 0)), alertUnexpectedMessage},
 		{"a short KeyUpdate", "", sealed(contentHandshake, messageKeyUpdate, 0, 0, 0), alertDecodeError},
-		{"a long KeyUpdate", "", sealed(contentHandshake, messageKeyUpdate, 0, 0, 2, 0, 0), alertDecodeError},
+		{"a long KeyUpdate", "client", sealed(contentHandshake, messageKeyUpdate, 0, 0, 2, 0, 0), alertDecodeError},
+		{"a message that is longer than a client's", "server", sealed(contentHandshake, messageTicket, 0, 0, 9), alertUnexpectedMessage},
 		{"a strange KeyUpdate", "", sealed(contentHandshake, messageKeyUpdate, 0, 0, 1, 2), alertIllegalParameter},
 		{"a KeyUpdate with something behind it", "", sealed(contentHandshake, messageKeyUpdate, 0, 0, 1, 0, messageTicket), alertUnexpectedMessage},
 		{"a KeyUpdate with the old key behind it", "", several(sealed(contentHandshake, messageKeyUpdate, 0, 0, 1, 0), app(1)), alertBadRecordMAC},
 		{"a flood of nothing", "", times(maxUseless+1, app()), alertUnexpectedMessage},
 		{"a flood of tickets", "client", times(maxUseless+1, sealed(contentHandshake, messageTicket, 0, 0, 0)), alertUnexpectedMessage},
+		{"a flood of tickets in one record", "client", sealed(contentHandshake, bytes.Repeat([]byte{messageTicket, 0, 0, 0}, maxUseless+1)...), alertUnexpectedMessage},
 		{"a flood of user_canceled", "", times(maxUseless+1, sealed(contentAlert, 1, alertUserCanceled)), alertUnexpectedMessage},
 	} {
 		for _, to := range []string{"client", "server"} {
@@ -284,16 +289,25 @@ func TestRecordsThatAreRefused(t *testing.T) {
 	}
 }
 
+// padded appends a record of data with zeros behind its type.
+func padded(g *gcmLayer, p []byte, zeros int) []byte {
+	inner := append(append(bytes.Clone(p), contentApplication), make([]byte, zeros)...)
+	b := []byte{contentApplication, 3, 3, 0, 0}
+	binary.BigEndian.PutUint16(b[3:], uint16(len(inner)+tagLen))
+	return g.out.aead.Seal(b, g.out.nonce(), inner, b)
+}
+
 // What a peer may send beside data: tickets, other keys, padding, and an end.
 func TestRecordsBesideData(t *testing.T) {
 	client, server := layers(t, tls.TLS_AES_256_GCM_SHA384)
 	var in []byte
-	ticket := append([]byte{messageTicket, 0, 0x75, 0x30}, make([]byte, 30_000)...) // of 30,000 bytes, in two records
-	for _, part := range [][]byte{ticket[:2], ticket[2:maxRecord], ticket[maxRecord:]} {
-		in = server.record(in, contentHandshake, part)
+	ticket := append([]byte{messageTicket, 0, 0x75, 0x30}, make([]byte, 30_000)...) // of 30,000 bytes, in 61 records; another begins in the last
+	for b := append(ticket, messageTicket); len(b) > 0; {
+		n := min(len(b), 500)
+		in = server.record(in, contentHandshake, b[:n])
+		b = b[n:]
 	}
-	two := append(bytes.Clone(ticket[:0]), messageTicket, 0, 0, 1, 9, messageTicket, 0, 0, 0) // two in one
-	in = server.record(in, contentHandshake, two)
+	in = server.record(in, contentHandshake, []byte{0, 0, 1, 9, messageTicket, 0, 0, 0}) // the rest of it, and one more
 	in = append(in, mustSeal(t, server, []byte("one "))...)
 	in = server.record(in, contentApplication, nil)
 	in = server.record(in, contentAlert, []byte{1, alertUserCanceled})
@@ -303,12 +317,7 @@ func TestRecordsBesideData(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	padded := append([]byte("two "), contentApplication)
-	at := len(in)
-	padded = append(padded, make([]byte, 300)...) // behind the type
-	in = append(in, contentApplication, 3, 3, 0, 0)
-	binary.BigEndian.PutUint16(in[at+3:], uint16(len(padded)+tagLen))
-	in = server.out.aead.Seal(in, server.out.nonce(), padded, in[at:])
+	in = append(in, padded(server, []byte("two "), 300)...)
 	in = append(in, server.closing(nil)...)
 	in = append(in, "anything"...)
 
@@ -323,6 +332,18 @@ func TestRecordsBesideData(t *testing.T) {
 	}
 	if got, _, err := server.open(nil, client.closing(nil)); err != io.EOF || len(got) > 0 {
 		t.Errorf("the end: %q, %v", got, err)
+	}
+}
+
+// Over the life of a connection there may be any number of records without data, if there is data in between.
+func TestRecordsWithoutDataAreNoFlood(t *testing.T) {
+	client, server := layers(t, tls.TLS_AES_128_GCM_SHA256)
+	for range 3 * maxUseless {
+		in := server.record(nil, contentApplication, nil)
+		in = server.record(in, contentHandshake, []byte{messageTicket, 0, 0, 0})
+		if got, _, err := client.open(nil, append(in, mustSeal(t, server, []byte("x"))...)); err != nil || string(got) != "x" {
+			t.Fatalf("%q, %v", got, err)
+		}
 	}
 }
 
@@ -365,9 +386,11 @@ func (c *alignedConn) Read(p []byte) (int, error) {
 // ownLayer makes a handshake on conn and returns the own layer for what follows.
 func ownLayer(t *testing.T, conn net.Conn, cfg *tls.Config, server bool) *gcmLayer {
 	t.Helper()
+	if fips140.Enabled() {
+		t.Skip("FIPS 140 mode: crypto/tls seals by itself")
+	}
 	var keys secrets
-	cfg = keyLog(cfg, &keys)
-	cfg.SessionTicketsDisabled = true
+	cfg = forLink(cfg, &keys)
 	aligned := &alignedConn{Conn: conn}
 	tc := tls.Client(aligned, cfg)
 	if server {
@@ -407,23 +430,26 @@ func (c *layerConn) write(p []byte) {
 }
 
 // read returns the next bytes of data, and answers what is owed.
-func (c *layerConn) read() ([]byte, error) {
-	for {
-		got, rest, err := c.g.open(nil, c.kept)
-		c.kept = rest
-		if c.g.owes() {
-			c.write(nil)
-		}
-		if len(got) > 0 || err != nil {
-			return got, err
-		}
-		b := make([]byte, 64<<10)
-		n, err := c.conn.Read(b)
-		if err != nil {
-			return nil, err
-		}
-		c.kept = append(c.kept, b[:n]...)
+func (c *layerConn) read() (got []byte, err error) {
+	for len(got) == 0 && err == nil {
+		got, err = c.readOnce()
 	}
+	return got, err
+}
+
+// readOnce is read until something has arrived, of whatever kind.
+func (c *layerConn) readOnce() ([]byte, error) {
+	b := make([]byte, 64<<10)
+	n, err := c.conn.Read(b)
+	if err != nil {
+		return nil, err
+	}
+	got, rest, err := c.g.open(nil, append(c.kept, b[:n]...))
+	c.kept = rest
+	if c.g.owes() {
+		c.write(nil)
+	}
+	return got, err
 }
 
 func (c *layerConn) readAll(n int) []byte {
@@ -454,8 +480,10 @@ func TestRecordsWithCryptoTLS(t *testing.T) {
 			peer := tls.Server(b, theirs)
 			if server {
 				mine, theirs = theirs, mine
-				// The config that counts is another one.
+				// The config that counts is another one, which would send tickets.
 				real := mine
+				real.SetSessionTicketKeys([][32]byte{{1}})
+				theirs.ClientSessionCache = tls.NewLRUClientSessionCache(1)
 				mine = &tls.Config{GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) { return real, nil }}
 				peer = tls.Client(b, theirs)
 			}
@@ -467,7 +495,8 @@ func TestRecordsWithCryptoTLS(t *testing.T) {
 			}()
 			c := &layerConn{t: t, conn: a, g: ownLayer(t, a, mine, server)}
 			for _, size := range []int{1, 100_000, 1 << 20} {
-				go c.write(text[:size])
+				sealed := mustSeal(t, c.g, text[:size])
+				go func() { _, _ = a.Write(sealed) }()
 				if got := c.readAll(size); !bytes.Equal(got, text[:size]) {
 					t.Errorf("%d bytes of %d, not as they were sent", len(got), size)
 				}
@@ -558,6 +587,33 @@ func TestRecordsWithOpenSSL(t *testing.T) {
 		return in, bufio.NewReader(stdout)
 	}
 
+	t.Run("ChaCha20 is not ours", func(t *testing.T) {
+		if fips140.Enabled() {
+			t.Skip("FIPS 140 mode has none")
+		}
+		ln, err := net.Listen("tcp", "127.0.0.1:0") //nolint:noctx // at once
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer ln.Close()
+		start(t, append([]string{"s_client", "-connect", ln.Addr().String(), "-ciphersuites", "TLS_CHACHA20_POLY1305_SHA256"}, files...)...)
+		conn, err := ln.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		var keys secrets
+		tc := tls.Server(conn, forLink(p.serverTLS(server1.String()), &keys))
+		if err := tc.Handshake(); err != nil { //nolint:noctx // at once
+			t.Fatal(err)
+		}
+		if l, err := newRecordLayer(tc, &recordConn{}, &keys, true); err != nil || !isA[*tlsLayer](l) {
+			t.Errorf("%s has %T, %v", tls.CipherSuiteName(tc.ConnectionState().CipherSuite), l, err)
+		}
+		if keys.client != nil || keys.server != nil {
+			t.Error("the secrets are kept")
+		}
+	})
 	for _, name := range []string{"TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384"} {
 		t.Run("server "+name, func(t *testing.T) {
 			args := append([]string{"s_server", "-accept", "127.0.0.1:0", "-naccept", "1", "-Verify", "1", "-ciphersuites", name}, files...)
@@ -648,8 +704,11 @@ func FuzzRecords(f *testing.F) {
 		if !bytes.HasPrefix(want, got) || err == nil && len(got) != len(want) {
 			t.Errorf("%q is opened, %q was sent, %v", got, want, err)
 		}
-		if _, err := g.seal(nil, []byte("x")); err != nil {
-			t.Errorf("seal: %v", err)
+		// The peer hears of it: by an alert, or by data if nothing was wrong.
+		told, _, perr := peer.open(nil, mustSeal(t, g, []byte("x")))
+		var local *net.OpError
+		if refused := errors.As(err, &local) && local.Op == "local error"; refused != (perr != nil) || (err == nil || err == io.EOF) != (string(told) == "x") {
+			t.Errorf("%v here, and the peer has %q, %v", err, told, perr)
 		}
 	})
 }

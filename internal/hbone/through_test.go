@@ -86,6 +86,9 @@ func (f *far) listen(who string, c net.Conn, cfg *tls.Config, h http.HandlerFunc
 		defer f.count(who+" connections", -1)
 		tc := tls.Server(c, cfg)
 		if err := tc.Handshake(); err != nil { //nolint:noctx // in a test
+			// Closed with bytes unread, the connection would be reset, which may overtake the alert.
+			_ = c.(*net.TCPConn).CloseWrite()
+			_, _ = io.Copy(io.Discard, c)
 			_ = c.Close()
 			return
 		}
