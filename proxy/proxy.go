@@ -170,7 +170,11 @@ func (p *Proxy) ServeTCP(ctx context.Context, req stack.TCPRequest) {
 	if p.cfg.Kernel != nil && atOnce(ctx, req) {
 		return
 	}
-	p.cfg.Group.Go(ctx, func(ctx context.Context) { serve(ctx, req) })
+	run := p.cfg.Group.Go
+	if r, ok := req.(interface{ Ref() *loop.Ref }); ok && r.Ref() != nil {
+		run = r.Ref().Go
+	}
+	run(ctx, func(ctx context.Context) { serve(ctx, req) })
 }
 
 // Drain refuses new TCP flows from now on. Those that are open go on, and so do answers to DNS questions over UDP, which connections

@@ -15,7 +15,8 @@ type eventLoop struct {
 	bulk    bool // for tasks that move much; false for all, if the Group has one set of loops
 	poll    *poller
 	scratch []byte
-	now     time.Time // read once for each round
+	thread  atomic.Int32 // its id
+	now     time.Time    // read once for each round
 	load    load
 
 	tasks   atomic.Int32
@@ -28,14 +29,16 @@ type eventLoop struct {
 	state  loopState
 	timers timerHeap
 
-	spare    []message // the other inbox buffer
-	posts    postQueue // taken from the inbox, not yet run
-	later    postQueue // of these, those of PostLater
-	woken    queue
-	busy     queue
-	led      bool // by hand: a leader had its turn, now one of the busy ones has
-	roots    map[*Ref]struct{}
-	leftover []string
+	spare     []message // the other inbox buffer
+	posts     postQueue // taken from the inbox, not yet run
+	later     postQueue // of these, those of PostLater
+	woken     queue
+	busy      queue
+	led       bool // by hand: a leader had its turn, now one of the busy ones has
+	roots     map[*Ref]struct{}
+	setups    map[*setup]struct{} // that run here
+	abandoned bool                // nothing waits here any more
+	leftover  []string
 }
 
 type loopState uint8
@@ -78,7 +81,7 @@ func (q *postQueue) runOne() {
 }
 
 func newEventLoop(g *Group, index int, bulk bool) *eventLoop {
-	return &eventLoop{g: g, index: index, bulk: bulk, roots: make(map[*Ref]struct{})}
+	return &eventLoop{g: g, index: index, bulk: bulk, roots: make(map[*Ref]struct{}), setups: make(map[*setup]struct{})}
 }
 
 // needPoller gives a loop that is driven by hand its epoll, once a task watches a descriptor.
@@ -118,6 +121,7 @@ func (l *eventLoop) put(m message) {
 
 // run is the thread.
 func (l *eventLoop) run() {
+	l.thread.Store(int32(threadID()))
 	for {
 		l.now = l.g.Now()
 		l.takeInbox()
@@ -242,7 +246,7 @@ func (l *eventLoop) wait() {
 		return
 	}
 	l.mu.Lock()
-	if len(l.inbox) > 0 || l.state == draining && len(l.roots) == 0 {
+	if len(l.inbox) > 0 || l.state == draining && len(l.roots)+len(l.setups) == 0 {
 		l.mu.Unlock()
 		return
 	}
@@ -266,7 +270,7 @@ func (l *eventLoop) wait() {
 func (l *eventLoop) finished() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.state == running || len(l.roots) > 0 || len(l.inbox) > 0 || !l.posts.empty() || !l.later.empty() {
+	if l.state == running || len(l.roots)+len(l.setups) > 0 || len(l.inbox) > 0 || !l.posts.empty() || !l.later.empty() {
 		return false
 	}
 	l.state = ended
@@ -277,7 +281,7 @@ func (l *eventLoop) finished() bool {
 	return true
 }
 
-// drain lets the loop end with its last task.
+// drain lets the loop end with its last task and set-up.
 func (l *eventLoop) drain() {
 	l.mu.Lock()
 	l.state = draining
@@ -285,12 +289,19 @@ func (l *eventLoop) drain() {
 	l.post(func() {}) // wake it up
 }
 
-// abandon removes the tasks that are left and remembers their names.
+// abandon removes the tasks that are left and remembers their names. What set-ups wait for does not come.
 func (l *eventLoop) abandon() {
 	l.post(func() {
 		for r := range l.roots {
 			l.leftover = append(l.leftover, taskName(r.task))
 			r.Remove()
+		}
+		if len(l.setups) > 0 {
+			l.leftover = append(l.leftover, "the set-up of a connection")
+		}
+		l.abandoned = true
+		for s := range l.setups {
+			s.step()
 		}
 	})
 }

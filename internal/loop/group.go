@@ -211,6 +211,9 @@ func (g *Group) Go(ctx context.Context, f func(ctx context.Context)) {
 		return
 	}
 	g.setups.add(1)
+	if ctx.Value(coroutineKey{}) != nil {
+		ctx = context.WithValue(ctx, coroutineKey{}, nil) // of who calls
+	}
 	go func() {
 		defer g.setups.add(-1)
 		ctx, cancel := context.WithCancelCause(ctx)
@@ -220,11 +223,18 @@ func (g *Group) Go(ctx context.Context, f func(ctx context.Context)) {
 	}()
 }
 
-// Await waits until wake is called, or returns the cause of ctx's end. start is called once, by the caller's goroutine;
+// An awaiter is a set-up that waits by giving the thread back. Set-ups in goroutines of their own have none.
+type awaiter interface {
+	await(ctx context.Context, start func(wake func())) error
+}
+
+type coroutineKey struct{} // of the awaiter, in the context of its set-up
+
+// Await waits until wake is called, or returns the cause of ctx's end. start is called once, by the caller;
 // wake may be called from any goroutine, any number of times, also before start returns and after Await has. It is the only
 // way in which a set-up waits: where a set-up runs by hand, others go on meanwhile.
 func Await(ctx context.Context, start func(wake func())) error {
-	if co, ok := ctx.Value(coroutineKey{}).(*coroutine); ok {
+	if co, ok := ctx.Value(coroutineKey{}).(awaiter); ok {
 		return co.await(ctx, start)
 	}
 	woken := make(chan struct{}, 1)

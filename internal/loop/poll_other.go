@@ -34,3 +34,5 @@ func (p *poller) poll(time.Duration, *eventLoop) bool     { return false }
 func yieldThread()                                        {}
 func tuneThread()                                         {}
 func threadTime() time.Duration                           { return 0 }
+
+func threadID() int { return 0 }

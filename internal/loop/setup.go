@@ -1,0 +1,90 @@
+package loop
+
+import (
+	"context"
+	"fmt"
+	"iter"
+	"runtime/debug"
+	"sync/atomic"
+)
+
+// A setup is a set-up that runs on the thread of a loop, between the turns of tasks: a coroutine, which gives the thread back while it
+// waits. Who waits in a goroutine of its own costs two threads that are woken for each step (half of what a new connection took;
+// measured).
+type setup struct {
+	l     *eventLoop
+	next  func() (struct{}, bool) // goes on until the next wait; false: it has ended
+	yield func(struct{}) bool
+	again func()      // step, as one function
+	due   atomic.Bool // step
+}
+
+// Go runs a set-up as [Group.Go] does, but on the loop of the task, if the caller is there as well: it begins soon after. What computes for
+// more than moments, such as a handshake, is for Group.Go.
+func (r *Ref) Go(ctx context.Context, f func(ctx context.Context)) {
+	l := r.home()
+	if l.g.manual != nil || l.thread.Load() != int32(threadID()) {
+		l.g.Go(ctx, f)
+		return
+	}
+	s := &setup{l: l}
+	s.again = s.step
+	ctx, cancel := context.WithCancelCause(context.WithValue(ctx, coroutineKey{}, s))
+	s.next, _ = iter.Pull(func(yield func(struct{}) bool) {
+		s.yield = yield
+		defer l.g.setups.add(-1)
+		defer cancel(nil)
+		defer context.AfterFunc(l.g.stopped, func() { cancel(ErrStopped) })()
+		defer func() {
+			if p := recover(); p != nil { // it goes on in the loop, whose stack says nothing
+				panic(fmt.Sprintf("%v\n\nin a set-up:\n%s", p, debug.Stack()))
+			}
+		}()
+		f(ctx)
+	})
+	l.g.setups.add(1)
+	l.setups[s] = struct{}{}
+	s.due.Store(true)
+	l.posts.list = append(l.posts.list, message{f: s.again})
+}
+
+// step goes on with the set-up until it waits again.
+func (s *setup) step() {
+	s.due.Store(false)
+	if _, here := s.l.setups[s]; !here {
+		return // it has ended
+	}
+	if _, more := s.next(); !more {
+		delete(s.l.setups, s)
+	}
+}
+
+// wake lets the set-up look again; from any goroutine.
+func (s *setup) wake() {
+	if !s.due.Swap(true) {
+		s.l.post(s.again)
+	}
+}
+
+// await is Await in a set-up.
+func (s *setup) await(ctx context.Context, start func(wake func())) error {
+	woken := new(atomic.Bool) // of this Await: a late wake of an earlier one does not count
+	start(func() {
+		if !woken.Swap(true) {
+			s.wake()
+		}
+	})
+	if !woken.Load() {
+		defer context.AfterFunc(ctx, s.wake)()
+		for !woken.Load() && ctx.Err() == nil {
+			if s.l.abandoned {
+				return ErrStopped
+			}
+			s.yield(struct{}{})
+		}
+	}
+	if woken.Load() {
+		return nil
+	}
+	return context.Cause(ctx)
+}

@@ -1,0 +1,227 @@
+//go:build linux
+
+package loop
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+// idleTask has nothing to move.
+type idleTask struct{}
+
+func (idleTask) Turn(int) bool  { return false }
+func (idleTask) String() string { return "an idle task" }
+
+// onLoop calls f on the loop of a task that lives as long as the test, and waits until f returns.
+func onLoop(t *testing.T, g *Group, f func(r *Ref)) {
+	t.Helper()
+	done := make(chan struct{})
+	ref := g.Add(func(r *Ref) Task {
+		defer close(done)
+		f(r)
+		return idleTask{}
+	})
+	<-done
+	t.Cleanup(func() { ref.Post(ref.Remove) })
+}
+
+// A set-up of a task runs on the thread of the task, also after it has waited, whoever wakes it.
+func TestSetUpsRunOnTheLoopOfTheirTask(t *testing.T) {
+	g := startGroup(t, 2)
+	var loops, ran [6]int
+	var errs [3]error
+	ended := make(chan struct{})
+	canceled, cancel := context.WithCancel(t.Context())
+	onLoop(t, g, func(r *Ref) {
+		began := false
+		r.Go(t.Context(), func(ctx context.Context) {
+			defer close(ended)
+			began = true
+			loops[0] = threadID()
+			errs[0] = Await(ctx, func(wake func()) { wake() }) // at once
+			loops[1] = threadID()
+			errs[0] = errors.Join(errs[0], Await(ctx, func(wake func()) { go func() { ran[2] = threadID(); wake(); wake() }() }))
+			loops[2] = threadID()
+			errs[0] = errors.Join(errs[0], Await(ctx, func(wake func()) { r.Post(wake) }))
+			loops[3] = threadID()
+			inner, stop := context.WithCancelCause(ctx)
+			errs[1] = Await(inner, func(func()) { go stop(context.DeadlineExceeded) })
+			loops[4] = threadID()
+			cancel() // has ended already
+			errs[2] = Await(canceled, func(func()) {})
+			runtime.LockOSThread() // as who goes to another namespace for a moment
+			loops[5] = threadID()
+			runtime.UnlockOSThread()
+			_ = Await(ctx, func(wake func()) { go wake() })
+		})
+		if began {
+			t.Error("it ran within the caller's turn")
+		}
+		ran[0] = threadID()
+	})
+	<-ended
+	for i, id := range loops {
+		if id != ran[0] {
+			t.Errorf("step %d ran on thread %d, the loop is %d", i, id, ran[0])
+		}
+	}
+	if ran[2] == ran[0] {
+		t.Error("who wakes it is the loop itself")
+	}
+	if errs[0] != nil || !errors.Is(errs[1], context.DeadlineExceeded) || errs[2] == nil {
+		t.Errorf("waiting ended with %v", errs)
+	}
+}
+
+// Elsewhere than on its task's loop a set-up is a goroutine, and so is one of the Group that a set-up starts with its own context.
+func TestSetUpsElsewhereAreGoroutines(t *testing.T) {
+	g := startGroup(t, 1)
+	var ref *Ref
+	var loop int
+	onLoop(t, g, func(r *Ref) { ref, loop = r, threadID() })
+	var all sync.WaitGroup
+	check := func(ctx context.Context) {
+		defer all.Done()
+		for range 3 {
+			if err := Await(ctx, func(wake func()) { ref.Post(wake) }); err != nil {
+				t.Error(err)
+			}
+			if threadID() == loop {
+				t.Error("it is on the loop")
+			}
+		}
+	}
+	all.Add(2)
+	ref.Go(t.Context(), check)
+	onLoop(t, g, func(r *Ref) {
+		r.Go(t.Context(), func(ctx context.Context) { g.Go(context.WithoutCancel(ctx), check) })
+	})
+	all.Wait()
+}
+
+// Thousands of set-ups wait at once, for other set-ups, goroutines and timers, in any order: each wake arrives, and none is one too many.
+func TestSetUpsMissNoWake(t *testing.T) {
+	g := startGroup(t, 3)
+	const setups, waits = 500, 20
+	var waiting [3]chan func()
+	var wakers sync.WaitGroup
+	for i := range waiting {
+		waiting[i] = make(chan func(), setups*waits)
+		wakers.Go(func() {
+			for wake := range waiting[i] {
+				wake()
+				if rand.IntN(4) == 0 {
+					wake() // late
+				}
+			}
+		})
+	}
+	var ended atomic.Int32
+	var all sync.WaitGroup
+	for range 3 {
+		onLoop(t, g, func(r *Ref) {
+			for range setups {
+				all.Add(1)
+				r.Go(t.Context(), func(ctx context.Context) {
+					defer all.Done()
+					for range waits {
+						n := 0
+						err := Await(ctx, func(wake func()) {
+							switch n = rand.IntN(5); n {
+							case 3:
+								r.After(time.Microsecond, wake)
+							case 4:
+								r.Post(wake)
+							default:
+								waiting[n] <- wake
+							}
+						})
+						if err != nil {
+							t.Error(err)
+						}
+					}
+					ended.Add(1)
+				})
+			}
+		})
+	}
+	all.Wait()
+	for _, w := range waiting {
+		close(w)
+	}
+	wakers.Wait()
+	if n := ended.Load(); n != 3*setups {
+		t.Errorf("%d set-ups have ended, of %d", n, 3*setups)
+	}
+}
+
+// The end of the Group ends the contexts of set-ups, waits for them, and names those that do not go.
+func TestSetUpsEndWithTheGroup(t *testing.T) {
+	for _, tt := range []struct{ stubborn bool }{{false}, {true}} {
+		g, err := New(Config{Loops: 1, Now: time.Now, StopTimeout: 100 * time.Millisecond})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, stop := context.WithCancel(t.Context())
+		ran := make(chan error, 1)
+		go func() { ran <- g.Run(ctx) }()
+		var cause, last error
+		waits, ended := make(chan struct{}), make(chan struct{})
+		g.Add(func(r *Ref) Task {
+			r.Go(context.Background(), func(ctx context.Context) {
+				defer close(ended)
+				cause = Await(ctx, func(func()) { close(waits) })
+				if tt.stubborn {
+					last = Await(context.WithoutCancel(ctx), func(func()) {})
+				}
+			})
+			return nil
+		})
+		<-waits
+		stop()
+		err = <-ran
+		if named := err != nil && strings.Contains(err.Error(), "the set-up of a connection"); named != tt.stubborn {
+			t.Errorf("Run returns %v", err)
+		}
+		<-ended
+		if !errors.Is(cause, ErrStopped) || tt.stubborn && last != ErrStopped {
+			t.Errorf("the set-up waited until %v, and %v", cause, last)
+		}
+	}
+}
+
+// BenchmarkSetUp is a set-up that waits twice for what its own loop does, as a connection does for its tunnel.
+func BenchmarkSetUp(b *testing.B) {
+	for _, name := range []string{"loop", "goroutine"} {
+		b.Run(name, func(b *testing.B) {
+			g := startGroup(b, 1)
+			ref := g.Add(func(*Ref) Task { return idleTask{} })
+			done := make(chan struct{})
+			setup := func(ctx context.Context) {
+				for range 2 {
+					_ = Await(ctx, func(wake func()) { ref.Post(wake) })
+				}
+				done <- struct{}{}
+			}
+			for b.Loop() {
+				ref.Post(func() {
+					if name == "loop" {
+						ref.Go(context.Background(), setup)
+					} else {
+						g.Go(context.Background(), setup)
+					}
+				})
+				<-done
+			}
+			ref.Post(ref.Remove)
+		})
+	}
+}
