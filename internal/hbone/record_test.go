@@ -683,6 +683,12 @@ func FuzzRecords(f *testing.F) {
 			content := b[2 : 2+n]
 			b = b[2+n:]
 			in = peer.record(in, kind, content)
+			if kind == 0 { // it is padding, and what is before it the type
+				if content = bytes.TrimRight(content, "\x00"); len(content) > 0 {
+					kind, content = content[len(content)-1], content[:len(content)-1]
+				}
+				n = len(content)
+			}
 			if kind == contentHandshake && n == 5 && content[0] == messageKeyUpdate {
 				_ = peer.out.next()
 			}
