@@ -32,14 +32,14 @@ func handshake(ctx context.Context, g *loop.Group, conn loop.Conn, ahead []byte,
 	if err := tc.Handshake(); err != nil { //nolint:noctx // see above
 		_ = rc.Close()
 		if ctx.Err() != nil {
-			err = ctx.Err()
+			err = context.Cause(ctx)
 		}
 		return nil, err
 	}
 	c := rc.adopt()
 	if c == nil {
 		if ctx.Err() != nil {
-			return nil, ctx.Err()
+			return nil, context.Cause(ctx)
 		}
 		return nil, loop.ErrReset
 	}
