@@ -31,7 +31,8 @@ type eventLoop struct {
 
 	spare     []message // the other inbox buffer
 	posts     postQueue // taken from the inbox, not yet run
-	later     postQueue // of these, those of PostLater
+	later     postQueue // those of PostLater
+	steps     postQueue // those of set-ups
 	woken     queue
 	busy      queue
 	led       bool // by hand: a leader had its turn, now one of the busy ones has
@@ -55,6 +56,7 @@ type message struct {
 	ref   *Ref
 	f     func()
 	later bool
+	step  bool // of a set-up
 	idle  bool // nobody is woken for it
 	move  *migration
 }
@@ -98,13 +100,15 @@ func (l *eventLoop) needPoller() error {
 }
 
 // post sends the loop itself a function; false if the loop has ended.
-func (l *eventLoop) post(f func()) bool {
+func (l *eventLoop) post(f func()) bool { return l.send(message{f: f}) }
+
+func (l *eventLoop) send(m message) bool {
 	l.mu.Lock()
 	if l.state == ended {
 		l.mu.Unlock()
 		return false
 	}
-	l.put(message{f: f})
+	l.put(m)
 	return true
 }
 
@@ -135,7 +139,8 @@ func (l *eventLoop) run() {
 		if l.busy.n > 0 {
 			l.turn(l.busy.pop())
 		}
-		l.runLater()
+		l.runFor(&l.steps)
+		l.runFor(&l.later)
 		if l.finished() {
 			return
 		}
@@ -150,6 +155,8 @@ func (l *eventLoop) sort(m message) {
 		l.adopt(m.move)
 	case m.f == nil:
 		m.ref.enqueue()
+	case m.step:
+		l.steps.list = append(l.steps.list, m)
 	case m.later:
 		l.later.list = append(l.later.list, m)
 	default:
@@ -170,14 +177,14 @@ func (l *eventLoop) takeInbox() {
 	l.spare = in[:0]
 }
 
-// runLater runs functions of PostLater for lateSlice, and at least one. If that does not do, others who wait for the core come next: the kernel would
+// runFor runs functions for lateSlice, and at least one. If that does not do, others who wait for the core come next: the kernel would
 // let the thread run for 3 ms.
-func (l *eventLoop) runLater() {
-	if l.later.empty() {
+func (l *eventLoop) runFor(q *postQueue) {
+	if q.empty() {
 		return
 	}
-	for end := l.g.Now().Add(lateSlice); !l.later.empty(); {
-		l.later.runOne()
+	for end := l.g.Now().Add(lateSlice); !q.empty(); {
+		q.runOne()
 		if !l.g.Now().Before(end) {
 			yieldThread()
 			return
@@ -242,7 +249,7 @@ const maxSleep = time.Second
 
 // wait looks at epoll: without waiting if there is something to do.
 func (l *eventLoop) wait() {
-	if l.poll.poll(0, l) || l.woken.n > 0 || l.busy.n > 0 || !l.posts.empty() || !l.later.empty() {
+	if l.poll.poll(0, l) || l.woken.n > 0 || l.busy.n > 0 || !l.posts.empty() || !l.later.empty() || !l.steps.empty() {
 		return
 	}
 	l.mu.Lock()
@@ -270,7 +277,7 @@ func (l *eventLoop) wait() {
 func (l *eventLoop) finished() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.state == running || len(l.roots)+len(l.setups) > 0 || len(l.inbox) > 0 || !l.posts.empty() || !l.later.empty() {
+	if l.state == running || len(l.roots)+len(l.setups) > 0 || len(l.inbox) > 0 || !l.posts.empty() || !l.later.empty() || !l.steps.empty() {
 		return false
 	}
 	l.state = ended

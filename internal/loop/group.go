@@ -17,7 +17,7 @@ const (
 	scratchBytes = 256 << 10 // one scratch buffer per loop
 	maxPosts     = 64        // posted functions between two looks at the woken tasks
 
-	lateSlice = 200 * time.Microsecond // of PostLater; as long as the thread of a sparse loop may run at a time
+	lateSlice = 200 * time.Microsecond // of PostLater, and of set-ups; as long as the thread of a sparse loop may run at a time
 )
 
 // A Config configures a Group.

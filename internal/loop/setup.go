@@ -45,7 +45,7 @@ func (r *Ref) Go(ctx context.Context, f func(ctx context.Context)) {
 	l.g.setups.add(1)
 	l.setups[s] = struct{}{}
 	s.due.Store(true)
-	l.posts.list = append(l.posts.list, message{f: s.again})
+	l.steps.list = append(l.steps.list, message{f: s.again})
 }
 
 // step goes on with the set-up until it waits again.
@@ -62,7 +62,7 @@ func (s *setup) step() {
 // wake lets the set-up look again; from any goroutine.
 func (s *setup) wake() {
 	if !s.due.Swap(true) {
-		s.l.post(s.again)
+		s.l.send(message{f: s.again, step: true})
 	}
 }
 

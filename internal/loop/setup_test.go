@@ -163,6 +163,35 @@ func TestSetUpsMissNoWake(t *testing.T) {
 	}
 }
 
+// However many set-ups there are, a task that is woken has its turn between two of them, after a fifth of a millisecond at most of others.
+func TestSetUpsHoldNoTaskUp(t *testing.T) {
+	g := startGroup(t, 1)
+	const setups, work = 2000, 20 * time.Microsecond
+	var ran, turns int // of the loop
+	ended := make(chan struct{})
+	ref := g.Add(func(r *Ref) Task {
+		for range setups {
+			r.Go(t.Context(), func(context.Context) {
+				for end := time.Now().Add(work); time.Now().Before(end); {
+				}
+				if ran++; ran == setups {
+					close(ended)
+				}
+			})
+		}
+		return turnFunc(func(int) bool {
+			turns++
+			return ran < setups
+		})
+	})
+	<-ended
+	counted := make(chan int)
+	ref.Post(func() { counted <- turns; ref.Remove() })
+	if n := <-counted; n < setups*int(work)/int(2*lateSlice) {
+		t.Errorf("%d turns beside %d set-ups of %v each", n, setups, work)
+	}
+}
+
 // The end of the Group ends the contexts of set-ups, waits for them, and names those that do not go.
 func TestSetUpsEndWithTheGroup(t *testing.T) {
 	for _, tt := range []struct{ stubborn bool }{{false}, {true}} {
