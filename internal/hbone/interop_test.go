@@ -3,6 +3,7 @@
 package hbone
 
 import (
+	"bytes"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -16,6 +17,7 @@ import (
 	"time"
 
 	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
 
 	"ztun.dev/ztun/internal/loop"
 )
@@ -173,5 +175,64 @@ func TestInteropServer(t *testing.T) {
 	case <-served:
 	case <-ctx.Done():
 		t.Error("the connection is still served")
+	}
+}
+
+// A tunnel that drains ends with its last set-up, also if the stream of that has ended before and the peer waits for us.
+func TestDrainedTunnelEndsWithItsLastSetUp(t *testing.T) {
+	called, release := make(chan struct{}), make(chan struct{})
+	tm := newThreadMesh(t, handlerFunc(func(ctx context.Context, r *Request) {
+		_ = loop.Await(context.WithoutCancel(ctx), func(wake func()) {
+			close(called)
+			go func() { <-release; wake() }()
+		})
+		_ = r.Accept(Headers{}, func(s Stream) { _ = s.Reset() })
+	}))
+	p := newPKI(t)
+	tm.server.cfg.TLS = serverFrom(p.serverTLS(server1.String()))
+	a, b := tcpPair(t)
+	defer a.Close()
+	_ = a.SetDeadline(time.Now().Add(5 * time.Second)) // before the keepalive looks
+	tm.server.Serve(newSock(t, b))
+	tc := tls.Client(a, p.clientTLS(client1.String()))
+	if _, err := io.WriteString(tc, http2.ClientPreface); err != nil {
+		t.Fatal(err)
+	}
+	fr := http2.NewFramer(tc, tc)
+	var block bytes.Buffer
+	enc := hpack.NewEncoder(&block)
+	for _, f := range []hpack.HeaderField{{Name: ":method", Value: "CONNECT"}, {Name: ":authority", Value: "10.0.0.1:80"}} {
+		if err := enc.WriteField(f); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := errors.Join(fr.WriteSettings(), fr.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: block.Bytes(), EndHeaders: true})); err != nil {
+		t.Fatal(err)
+	}
+	<-called
+	tm.server.Drain()
+	goAways := 0
+	for {
+		f, err := fr.ReadFrame()
+		if err != nil {
+			if !errors.Is(err, io.EOF) {
+				t.Errorf("the tunnel ends with %v", err)
+			}
+			break
+		}
+		switch f := f.(type) {
+		case *http2.PingFrame:
+			err = fr.WritePing(true, f.Data)
+		case *http2.GoAwayFrame:
+			if goAways++; goAways == 2 { // the final one
+				close(release)
+			}
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if goAways < 2 {
+		t.Errorf("it ended after %d GOAWAY", goAways)
 	}
 }

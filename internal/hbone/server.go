@@ -279,6 +279,9 @@ func (a *answer) reject(status int, h Headers) {
 func (t *tunnel) setupDone(s *stream) {
 	s.cancel = nil
 	t.eng.SetupDone(s.id)
+	if t.eng.Drained() { // it was the last that the tunnel waited for
+		t.kick()
+	}
 	if s.answered || s.released {
 		return
 	}

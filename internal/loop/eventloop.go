@@ -69,6 +69,8 @@ type postQueue struct {
 
 func (q *postQueue) empty() bool { return q.at == len(q.list) }
 
+func (q *postQueue) size() int { return len(q.list) - q.at }
+
 // runOne runs the first function, if there is one.
 func (q *postQueue) runOne() {
 	if q.empty() {
@@ -281,6 +283,7 @@ func (l *eventLoop) finished() bool {
 		return false
 	}
 	l.state = ended
+	l.thread.Store(0)            // its number may become another's
 	for _, t := range l.timers { // a late Stop finds nothing to do
 		t.index = -1
 	}

@@ -147,7 +147,7 @@ func (g *Group) Run(ctx context.Context) error {
 	return nil
 }
 
-// A counter counts goroutines that may start at any time, also while somebody waits for all of them to end.
+// A counter counts set-ups that may start at any time, also while somebody waits for all of them to end.
 type counter struct {
 	mu      sync.Mutex // guards below
 	n       int

@@ -137,7 +137,7 @@ func TestSetUpsMissNoWake(t *testing.T) {
 						err := Await(ctx, func(wake func()) {
 							switch n = rand.IntN(5); n {
 							case 3:
-								r.After(time.Microsecond, wake)
+								g.After(time.Microsecond, wake)
 							case 4:
 								r.Post(wake)
 							default:
@@ -160,6 +160,85 @@ func TestSetUpsMissNoWake(t *testing.T) {
 	wakers.Wait()
 	if n := ended.Load(); n != 3*setups {
 		t.Errorf("%d set-ups have ended, of %d", n, 3*setups)
+	}
+}
+
+// A flood brings more set-ups than a loop has steps for: the others are goroutines, and what is posted meanwhile does not stand behind them.
+func TestSetUpsOfAFloodDoNotPileUp(t *testing.T) {
+	g := startGroup(t, 1)
+	var all sync.WaitGroup
+	var here, waiting int // of the loop
+	posted := make(chan struct{})
+	onLoop(t, g, func(r *Ref) {
+		loop := threadID()
+		for range 2000 {
+			all.Add(1)
+			r.Go(t.Context(), func(context.Context) {
+				defer all.Done()
+				if threadID() == loop {
+					here++
+				}
+			})
+			waiting = max(waiting, r.home().steps.size())
+		}
+		r.Post(func() { close(posted) })
+	})
+	<-posted
+	all.Wait()
+	onLoop(t, g, func(*Ref) {
+		if waiting != maxSteps || here < maxSteps {
+			t.Errorf("%d of 2000 set-ups ran on the loop, and %d waited; want %d", here, waiting, maxSteps)
+		}
+	})
+}
+
+// What may wait until the loop wakes by itself wakes nobody, is not lost, and comes before what wakes it.
+func TestPostIdleWaitsForOthers(t *testing.T) {
+	g := startGroup(t, 1)
+	var ref *Ref
+	onLoop(t, g, func(r *Ref) { ref = r })
+	for _, wake := range []bool{true, false} {
+		l := ref.home()
+		for asleep := false; !asleep; {
+			l.mu.Lock()
+			asleep = l.asleep
+			l.mu.Unlock()
+		}
+		ran := make(chan string, 2)
+		ref.PostIdle(func() { ran <- "idle" })
+		l.mu.Lock()
+		interrupted := !l.asleep
+		l.mu.Unlock()
+		if interrupted && len(ran) == 0 { // by itself it wakes once a second
+			t.Error("the loop was woken")
+		}
+		if wake {
+			ref.Post(func() { ran <- "post" })
+		}
+		began := time.Now()
+		if first := <-ran; first != "idle" {
+			t.Errorf("%s came first", first)
+		}
+		if wake {
+			<-ran
+			if took := time.Since(began); took > maxSleep/2 {
+				t.Errorf("the post took %v", took)
+			}
+		}
+	}
+}
+
+// A timer that is due before the loop wakes by itself wakes it; one that is not is in time all the same.
+func TestTimersOfASleepingLoopAreInTime(t *testing.T) {
+	g := startGroup(t, 1)
+	for _, d := range []time.Duration{50 * time.Millisecond, maxSleep - 50*time.Millisecond, maxSleep + 200*time.Millisecond} {
+		fired := make(chan time.Duration, 1)
+		time.Sleep(20 * time.Millisecond) // until the loop sleeps
+		began := time.Now()
+		g.After(d, func() { fired <- time.Since(began) })
+		if took := <-fired; took < d || took > d+400*time.Millisecond {
+			t.Errorf("a timer of %v fired after %v", d, took)
+		}
 	}
 }
 
