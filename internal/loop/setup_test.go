@@ -245,29 +245,32 @@ func TestTimersOfASleepingLoopAreInTime(t *testing.T) {
 // However many set-ups there are, a task that is woken has its turn between two of them, after a fifth of a millisecond at most of others.
 func TestSetUpsHoldNoTaskUp(t *testing.T) {
 	g := startGroup(t, 1)
-	const setups, work = 2000, 20 * time.Microsecond
-	var ran, turns int // of the loop
-	ended := make(chan struct{})
+	const setups, steps, work = maxSteps, 30, 20 * time.Microsecond
+	var ended, turns int // of the loop
+	done := make(chan struct{})
 	ref := g.Add(func(r *Ref) Task {
 		for range setups {
-			r.Go(t.Context(), func(context.Context) {
-				for end := time.Now().Add(work); time.Now().Before(end); {
+			r.Go(t.Context(), func(ctx context.Context) {
+				for range steps {
+					for end := time.Now().Add(work); time.Now().Before(end); {
+					}
+					_ = Await(ctx, func(wake func()) { r.Post(wake) })
 				}
-				if ran++; ran == setups {
-					close(ended)
+				if ended++; ended == setups {
+					close(done)
 				}
 			})
 		}
 		return turnFunc(func(int) bool {
 			turns++
-			return ran < setups
+			return ended < setups
 		})
 	})
-	<-ended
+	<-done
 	counted := make(chan int)
 	ref.Post(func() { counted <- turns; ref.Remove() })
-	if n := <-counted; n < setups*int(work)/int(2*lateSlice) {
-		t.Errorf("%d turns beside %d set-ups of %v each", n, setups, work)
+	if n := <-counted; n < setups*steps*int(work)/int(2*lateSlice) {
+		t.Errorf("%d turns beside %d steps of %v each", n, setups*steps, work)
 	}
 }
 
