@@ -135,7 +135,7 @@ func (p *Proxy) inboundAtOnce(ctx context.Context, req stack.TCPRequest) bool {
 	conn := p.conns.open(p.cfg.Records, p.inboundFacts(state, self, f), nil)
 	v := conn.decide()
 	if v.Reason == authz.PolicyUnknown {
-		p.setUp(ctx, req, func(ctx context.Context) { p.admitPlaintext(ctx, req, conn) })
+		p.cfg.Group.Go(ctx, func(ctx context.Context) { p.admitPlaintext(ctx, req, conn) })
 		return true
 	}
 	if err := p.heed(ctx, conn, v); err != nil {

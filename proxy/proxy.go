@@ -170,16 +170,7 @@ func (p *Proxy) ServeTCP(ctx context.Context, req stack.TCPRequest) {
 	if p.cfg.Kernel != nil && atOnce(ctx, req) {
 		return
 	}
-	p.setUp(ctx, req, func(ctx context.Context) { serve(ctx, req) })
-}
-
-// setUp runs the set-up of a request, on the loop that has read it if that is known.
-func (p *Proxy) setUp(ctx context.Context, req stack.TCPRequest, f func(context.Context)) {
-	if r, ok := req.(interface{ Ref() *loop.Ref }); ok && r.Ref() != nil {
-		r.Ref().Go(ctx, f)
-		return
-	}
-	p.cfg.Group.Go(ctx, f)
+	p.cfg.Group.Go(ctx, func(ctx context.Context) { serve(ctx, req) })
 }
 
 // Drain refuses new TCP flows from now on. Those that are open go on, and so do answers to DNS questions over UDP, which connections

@@ -73,9 +73,6 @@ type request struct {
 
 var _ TCPRequest = (*request)(nil)
 
-// Ref is that of the reader: where a set-up of the request is best.
-func (r *request) Ref() *loop.Ref { return r.t.s.reader.Load() }
-
 type requestState uint8
 
 const (

@@ -117,8 +117,7 @@ func (n *Netns) Do(f func() error) error {
 
 // Socket creates a socket in the namespace. Only its creation has to happen there: the namespace of a socket is fixed from
 // then on, and options, bind, connect and the wait are done outside, without a locked thread. The descriptor is
-// close-on-exec; other flags, such as unix.SOCK_NONBLOCK, are added to typ. The thread may be one that never ends, such as a loop's: if it
-// cannot be brought back, Socket panics.
+// close-on-exec; other flags, such as unix.SOCK_NONBLOCK, are added to typ.
 func (n *Netns) Socket(domain, typ, proto int) (fd int, err error) {
 	leave, err := n.enter()
 	if err != nil {
@@ -126,7 +125,10 @@ func (n *Netns) Socket(domain, typ, proto int) (fd int, err error) {
 	}
 	fd, err = unix.Socket(domain, typ|unix.SOCK_CLOEXEC, proto)
 	if left := leave(); left != nil {
-		panic(fmt.Sprintf("%v; this thread must not go on there", left))
+		if err == nil {
+			_ = unix.Close(fd)
+		}
+		return -1, left
 	}
 	if err != nil {
 		return -1, fmt.Errorf("tun: netns %s: socket: %w", n, err)

@@ -82,7 +82,7 @@ type ClientTLS func(ctx context.Context, accept []workload.Identity) (*tls.Confi
 // A ServerTLS returns the configuration of one server handshake. It may wait for a certificate.
 type ServerTLS func(ctx context.Context) (*tls.Config, error)
 
-// A Handler decides about a CONNECT. It is called in a set-up, of loop.Ref.Go, and may wait; ctx ends when the stream
+// A Handler decides about a CONNECT. It is called in a set-up, of loop.Group.Go, and may wait; ctx ends when the stream
 // or its tunnel does. It calls Accept or Reject exactly once.
 type Handler interface {
 	ServeConnect(ctx context.Context, r *Request)

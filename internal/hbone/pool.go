@@ -72,7 +72,7 @@ func NewPool(cfg PoolConfig) (*Pool, error) {
 	return p, nil
 }
 
-// Open returns a stream to the target, which answered 200. It waits; ctx is one of a set-up (loop.Ref.Go, loop.Group.Go). The error is an
+// Open returns a stream to the target, which answered 200. It waits; ctx is one of loop.Group.Go. The error is an
 // *OpenError, the cause of ctx's end, or tells that the Pool was drained.
 //
 // The stream is not attached: its first use is Ref().Post. If that returns false, the tunnel has ended.

@@ -212,7 +212,7 @@ func (s *serverOwner) gone(t *tunnel, err error) {
 func (s *serverOwner) request(t *tunnel, st *stream, authority string, h Headers) {
 	ctx, cancel := context.WithCancel(s.ctx)
 	st.cancel = cancel
-	t.ref.Go(ctx, func(ctx context.Context) {
+	s.cfg.Group.Go(ctx, func(ctx context.Context) {
 		defer cancel()
 		a := &answer{t: t, s: st, ctx: context.WithoutCancel(ctx)}
 		s.cfg.Handler.ServeConnect(ctx, &Request{

@@ -29,16 +29,8 @@ func (p *Pool) OpenThrough(ctx context.Context, gateway, target Target) (Stream,
 	hs, cancel := p.cfg.Group.WithTimeout(ctx, p.cfg.HandshakeTimeout)
 	defer cancel()
 	start := p.cfg.Group.Now()
-	var l *link
-	var peer workload.Identity
-	// In a goroutine of its own: who opens the stream may be on a loop, and a handshake computes for a millisecond.
-	_ = loop.Await(context.WithoutCancel(hs), func(wake func()) {
-		p.cfg.Group.Go(hs, func(hs context.Context) {
-			defer wake()
-			var leaf *x509.Certificate
-			l, peer, err = p.secure(hs, outer, target.Accept, &leaf)
-		})
-	})
+	var leaf *x509.Certificate
+	l, peer, err := p.secure(hs, outer, target.Accept, &leaf)
 	if err != nil {
 		return nil, fail(PhaseHandshake, err)
 	}

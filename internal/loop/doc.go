@@ -6,8 +6,8 @@
 // [Ref.Post]), a timer heap, and two queues: tasks that were just woken and tasks that have more to move. Woken tasks go
 // first, then one busy task, then epoll is looked at again: a flow that was idle waits for at most one slice of one other.
 //
-// What has to wait is a set-up, and waits only by [Await]: a coroutine on a loop ([Ref.Go]), or, where it computes for more than
-// moments as handshakes do, a goroutine ([Group.Go]). One exists per connection being set up, none per established one.
+// What may be slow stays outside: dialling, handshakes and policy waits are goroutines started by [Group.Go], which wait
+// only by [Await]. A goroutine exists per connection being set up, none per established one.
 //
 // A [Manual] drives the same tasks without threads and on a clock that is advanced by hand, one thing at a time, for tests,
 // fuzzing and replay.

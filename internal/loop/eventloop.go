@@ -15,8 +15,7 @@ type eventLoop struct {
 	bulk    bool // for tasks that move much; false for all, if the Group has one set of loops
 	poll    *poller
 	scratch []byte
-	thread  atomic.Int32 // its id
-	now     time.Time    // read once for each round
+	now     time.Time // read once for each round
 	load    load
 
 	tasks   atomic.Int32
@@ -29,17 +28,14 @@ type eventLoop struct {
 	state  loopState
 	timers timerHeap
 
-	spare     []message // the other inbox buffer
-	posts     postQueue // taken from the inbox, not yet run
-	later     postQueue // those of PostLater
-	steps     postQueue // those of set-ups
-	woken     queue
-	busy      queue
-	led       bool // by hand: a leader had its turn, now one of the busy ones has
-	roots     map[*Ref]struct{}
-	setups    map[*setup]struct{} // that run here
-	abandoned bool                // nothing waits here any more
-	leftover  []string
+	spare    []message // the other inbox buffer
+	posts    postQueue // taken from the inbox, not yet run
+	later    postQueue // of these, those of PostLater
+	woken    queue
+	busy     queue
+	led      bool // by hand: a leader had its turn, now one of the busy ones has
+	roots    map[*Ref]struct{}
+	leftover []string
 }
 
 type loopState uint8
@@ -56,7 +52,6 @@ type message struct {
 	ref   *Ref
 	f     func()
 	later bool
-	step  bool // of a set-up
 	idle  bool // nobody is woken for it
 	move  *migration
 }
@@ -68,8 +63,6 @@ type postQueue struct {
 }
 
 func (q *postQueue) empty() bool { return q.at == len(q.list) }
-
-func (q *postQueue) size() int { return len(q.list) - q.at }
 
 // runOne runs the first function, if there is one.
 func (q *postQueue) runOne() {
@@ -85,7 +78,7 @@ func (q *postQueue) runOne() {
 }
 
 func newEventLoop(g *Group, index int, bulk bool) *eventLoop {
-	return &eventLoop{g: g, index: index, bulk: bulk, roots: make(map[*Ref]struct{}), setups: make(map[*setup]struct{})}
+	return &eventLoop{g: g, index: index, bulk: bulk, roots: make(map[*Ref]struct{})}
 }
 
 // needPoller gives a loop that is driven by hand its epoll, once a task watches a descriptor.
@@ -102,15 +95,13 @@ func (l *eventLoop) needPoller() error {
 }
 
 // post sends the loop itself a function; false if the loop has ended.
-func (l *eventLoop) post(f func()) bool { return l.send(message{f: f}) }
-
-func (l *eventLoop) send(m message) bool {
+func (l *eventLoop) post(f func()) bool {
 	l.mu.Lock()
 	if l.state == ended {
 		l.mu.Unlock()
 		return false
 	}
-	l.put(m)
+	l.put(message{f: f})
 	return true
 }
 
@@ -127,7 +118,6 @@ func (l *eventLoop) put(m message) {
 
 // run is the thread.
 func (l *eventLoop) run() {
-	l.thread.Store(int32(threadID()))
 	for {
 		l.now = l.g.Now()
 		l.takeInbox()
@@ -141,8 +131,7 @@ func (l *eventLoop) run() {
 		if l.busy.n > 0 {
 			l.turn(l.busy.pop())
 		}
-		l.runFor(&l.steps)
-		l.runFor(&l.later)
+		l.runLater()
 		if l.finished() {
 			return
 		}
@@ -157,8 +146,6 @@ func (l *eventLoop) sort(m message) {
 		l.adopt(m.move)
 	case m.f == nil:
 		m.ref.enqueue()
-	case m.step:
-		l.steps.list = append(l.steps.list, m)
 	case m.later:
 		l.later.list = append(l.later.list, m)
 	default:
@@ -179,14 +166,14 @@ func (l *eventLoop) takeInbox() {
 	l.spare = in[:0]
 }
 
-// runFor runs functions for lateSlice, and at least one. If that does not do, others who wait for the core come next: the kernel would
+// runLater runs functions of PostLater for lateSlice, and at least one. If that does not do, others who wait for the core come next: the kernel would
 // let the thread run for 3 ms.
-func (l *eventLoop) runFor(q *postQueue) {
-	if q.empty() {
+func (l *eventLoop) runLater() {
+	if l.later.empty() {
 		return
 	}
-	for end := l.g.Now().Add(lateSlice); !q.empty(); {
-		q.runOne()
+	for end := l.g.Now().Add(lateSlice); !l.later.empty(); {
+		l.later.runOne()
 		if !l.g.Now().Before(end) {
 			yieldThread()
 			return
@@ -251,11 +238,11 @@ const maxSleep = time.Second
 
 // wait looks at epoll: without waiting if there is something to do.
 func (l *eventLoop) wait() {
-	if l.poll.poll(0, l) || l.woken.n > 0 || l.busy.n > 0 || !l.posts.empty() || !l.later.empty() || !l.steps.empty() {
+	if l.poll.poll(0, l) || l.woken.n > 0 || l.busy.n > 0 || !l.posts.empty() || !l.later.empty() {
 		return
 	}
 	l.mu.Lock()
-	if len(l.inbox) > 0 || l.state == draining && len(l.roots)+len(l.setups) == 0 {
+	if len(l.inbox) > 0 || l.state == draining && len(l.roots) == 0 {
 		l.mu.Unlock()
 		return
 	}
@@ -279,11 +266,10 @@ func (l *eventLoop) wait() {
 func (l *eventLoop) finished() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.state == running || len(l.roots)+len(l.setups) > 0 || len(l.inbox) > 0 || !l.posts.empty() || !l.later.empty() || !l.steps.empty() {
+	if l.state == running || len(l.roots) > 0 || len(l.inbox) > 0 || !l.posts.empty() || !l.later.empty() {
 		return false
 	}
 	l.state = ended
-	l.thread.Store(0)            // its number may become another's
 	for _, t := range l.timers { // a late Stop finds nothing to do
 		t.index = -1
 	}
@@ -291,7 +277,7 @@ func (l *eventLoop) finished() bool {
 	return true
 }
 
-// drain lets the loop end with its last task and set-up.
+// drain lets the loop end with its last task.
 func (l *eventLoop) drain() {
 	l.mu.Lock()
 	l.state = draining
@@ -299,19 +285,12 @@ func (l *eventLoop) drain() {
 	l.post(func() {}) // wake it up
 }
 
-// abandon removes the tasks that are left and remembers their names. What set-ups wait for does not come.
+// abandon removes the tasks that are left and remembers their names.
 func (l *eventLoop) abandon() {
 	l.post(func() {
 		for r := range l.roots {
 			l.leftover = append(l.leftover, taskName(r.task))
 			r.Remove()
-		}
-		if len(l.setups) > 0 {
-			l.leftover = append(l.leftover, "the set-up of a connection")
-		}
-		l.abandoned = true
-		for s := range l.setups {
-			s.step()
 		}
 	})
 }

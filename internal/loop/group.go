@@ -17,7 +17,7 @@ const (
 	scratchBytes = 256 << 10 // one scratch buffer per loop
 	maxPosts     = 64        // posted functions between two looks at the woken tasks
 
-	lateSlice = 200 * time.Microsecond // of PostLater, and of set-ups; as long as the thread of a sparse loop may run at a time
+	lateSlice = 200 * time.Microsecond // of PostLater; as long as the thread of a sparse loop may run at a time
 )
 
 // A Config configures a Group.
@@ -147,7 +147,7 @@ func (g *Group) Run(ctx context.Context) error {
 	return nil
 }
 
-// A counter counts set-ups that may start at any time, also while somebody waits for all of them to end.
+// A counter counts goroutines that may start at any time, also while somebody waits for all of them to end.
 type counter struct {
 	mu      sync.Mutex // guards below
 	n       int
@@ -211,9 +211,6 @@ func (g *Group) Go(ctx context.Context, f func(ctx context.Context)) {
 		return
 	}
 	g.setups.add(1)
-	if ctx.Value(coroutineKey{}) != nil {
-		ctx = context.WithValue(ctx, coroutineKey{}, nil) // of who calls
-	}
 	go func() {
 		defer g.setups.add(-1)
 		ctx, cancel := context.WithCancelCause(ctx)
@@ -223,18 +220,11 @@ func (g *Group) Go(ctx context.Context, f func(ctx context.Context)) {
 	}()
 }
 
-// An awaiter is a set-up that waits by giving the thread back. Set-ups in goroutines of their own have none.
-type awaiter interface {
-	await(ctx context.Context, start func(wake func())) error
-}
-
-type coroutineKey struct{} // of the awaiter, in the context of its set-up
-
-// Await waits until wake is called, or returns the cause of ctx's end. start is called once, by the caller;
+// Await waits until wake is called, or returns the cause of ctx's end. start is called once, by the caller's goroutine;
 // wake may be called from any goroutine, any number of times, also before start returns and after Await has. It is the only
 // way in which a set-up waits: where a set-up runs by hand, others go on meanwhile.
 func Await(ctx context.Context, start func(wake func())) error {
-	if co, ok := ctx.Value(coroutineKey{}).(awaiter); ok {
+	if co, ok := ctx.Value(coroutineKey{}).(*coroutine); ok {
 		return co.await(ctx, start)
 	}
 	woken := make(chan struct{}, 1)

@@ -124,6 +124,8 @@ func (m *Manual) Close() error {
 	return nil
 }
 
+type coroutineKey struct{}
+
 // A coroutine is a set-up driven by hand.
 type coroutine struct {
 	ctx    context.Context // what the current Await waits with; the set-up's own before

@@ -145,9 +145,6 @@ func threadTime() time.Duration {
 	return time.Duration(ts.Nano())
 }
 
-// threadID is that of the calling thread.
-func threadID() int { return unix.Gettid() }
-
 // yieldThread lets other threads of the core run first.
 func yieldThread() {
 	_, _, _ = unix.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) // cannot fail

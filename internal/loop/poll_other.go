@@ -34,5 +34,3 @@ func (p *poller) poll(time.Duration, *eventLoop) bool     { return false }
 func yieldThread()                                        {}
 func tuneThread()                                         {}
 func threadTime() time.Duration                           { return 0 }
-
-func threadID() int { return 0 }
